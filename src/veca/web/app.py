@@ -24,6 +24,7 @@ from veca.utils.text import origin
 from veca.web import analysis, schemas
 from veca.web.analysis import DEFAULT_SIZE, Analysis
 from veca.web.connections import LIMITS, Limits
+from veca.web.folder import THUMBNAIL_SIDE, Folder
 from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, StoredImage
 from veca.web.jobs import JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
@@ -44,14 +45,19 @@ def create_app(
     max_jobs: int = 32,
     warm: bool = True,
     limits: Limits = LIMITS,
+    folder: Folder | None = None,
 ) -> FastAPI:
-    """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it."""
-    explorer = Explorer(models, max_jobs, limits)
+    """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it.
+
+    Neighbours of an image are looked for in `folder`.
+    """
+    explorer = Explorer(models, max_jobs, limits, folder)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if warm:
             explorer.warm_up()
+        explorer.embed_folder()
         yield
         for queue in (explorer.model_queue, explorer.decode_queue):
             queue.close()
@@ -108,8 +114,8 @@ class Client:
         return await self.run(self.explorer.decode_queue, key, steps())
 
     async def image(self, id: str) -> StoredImage:
-        images = self.explorer.images
-        stored = images.cache.get(id) or await self.decode(id, images.get, id)
+        explorer = self.explorer
+        stored = explorer.images.cache.get(id) or await self.decode(id, explorer.open_image, id)
         if stored is None:
             raise RequestError(404, "There is no such picture here any more: upload it again.")
         return stored
@@ -163,6 +169,7 @@ async def get_about(client: ClientDep) -> schemas.About:
         models=models,
         sizes=list(SHORT_SIDES),
         samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in client.explorer.images.samples],
+        folder=client.explorer.folder.images if client.explorer.folder else [],
         default_size=DEFAULT_SIZE,
         heat=heat_hex(torch.linspace(0, 1, 11)),
         core_colours=core_colours(11),
@@ -185,6 +192,9 @@ async def upload_image(client: ClientDep) -> schemas.ImageInfo:
 @router.get("/pictures/{id}", responses=binary_responses("image/jpeg", "The image as analysed.", 404, 409, 422))
 async def get_image(client: ClientDep, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
     """An image, for display."""
+    folder = client.explorer.folder
+    if folder and side <= THUMBNAIL_SIDE and (thumbnail := folder.thumbnail(id)):
+        return Response(thumbnail, media_type="image/jpeg")
     return await client.respond("image/jpeg", (await client.image(id)).jpeg, side)
 
 
@@ -264,6 +274,21 @@ async def get_measures(client: ClientDep, setting: SettingQuery, pane: schemas.P
     steps = explorer.measure(setting, await client.image(setting.picture))
     pane = pane and f"{pane} measures"  # a view does not cancel a measurement of the same pane
     return await client.run(explorer.model_queue, ("measure", setting), steps, pane, later=MEASURE)
+
+
+@router.get("/neighbours", responses=error_responses(404, 409, 422))
+async def get_neighbours(
+    client: ClientDep,
+    id: schemas.PictureQuery,
+    model: schemas.ModelName,
+    count: schemas.NeighbourCount = 8,
+    pane: schemas.PaneId = None,
+) -> schemas.Neighbours:
+    """The images of the folder whose global features are nearest; none where the explorer was started without one."""
+    explorer = client.explorer
+    explorer.find_model(model)
+    steps, pane = explorer.find_neighbours(model, await client.image(id), count), pane and f"{pane} neighbours"
+    return await client.run(explorer.model_queue, ("neighbours", id, model, count), steps, pane)
 
 
 @router.get("/scaling", responses=error_responses(422))

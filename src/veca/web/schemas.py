@@ -46,6 +46,7 @@ class About(BaseModel):
     models: list[ModelInfo]
     sizes: list[int] = Field(description="Short sides in pixels.")
     samples: list[SampleInfo]
+    folder: list[SampleInfo] = Field(description="Images that the explorer was started with.")
     default_size: int = Field(description="The one at which the page opens.")
     core_colours: list[str] = Field(description="The colour map of the cores, evenly spaced, from first to last.")
     heat: list[str] = Field(description="The colour map of the maps, evenly spaced, from least to most.")
@@ -92,6 +93,18 @@ class Classes(BaseModel):
     classes: list[ClassProbability] = Field(description="The most probable first.")
 
 
+class Neighbour(BaseModel):
+    id: str
+    title: str
+    similarity: float = Field(description="Cosine of the global features.")
+
+
+class Neighbours(BaseModel):
+    neighbours: list[Neighbour] = Field(description="The nearest first, of the images embedded so far.")
+    embedded: int
+    total: int
+
+
 class ScalingLine(BaseModel):
     cores: int | None = Field(description="The budget; null: the dense ViT of the same size.")
     width: float | None
@@ -121,9 +134,11 @@ class ViewSetting:
 
 
 SettingQuery = Annotated[ViewSetting, Depends()]
+PictureQuery = Annotated[str, Query(alias="picture", pattern=_ID, description="The id of an image.")]
 ImageId = Annotated[str, Path(pattern=_ID, description="A sample's name, or the id an upload returned.")]
 MaxSide = Annotated[int, Query(ge=16, le=1024, description="Maximum of the long side in pixels.")]
 LayerNumber = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
+NeighbourCount = Annotated[int, Query(ge=1, le=48, description="Maximum number of neighbours.")]
 FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
 _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]

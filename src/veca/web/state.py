@@ -14,18 +14,19 @@ from veca.model import Veca
 from veca.web import analysis, schemas
 from veca.web.analysis import DEFAULT_SIZE, Analysis, Reference
 from veca.web.connections import Limits
+from veca.web.folder import Folder
 from veca.web.images import ImageStore, StoredImage, UploadReceiver
 from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError
 
-MEASURE, CHART = 1, 2
+MEASURE, CHART, FOLDER = 1, 2, 3
 """How late jobs run that nobody waits for at once: see `JobQueue.submit`."""
 
 
 class Explorer:
     """Models, images, cached results, and the queues that compute them: one thread runs models, another decodes."""
 
-    def __init__(self, models: Mapping[str, Veca], max_jobs: int, limits: Limits) -> None:
-        self.models = dict(models)
+    def __init__(self, models: Mapping[str, Veca], max_jobs: int, limits: Limits, folder: Folder | None) -> None:
+        self.models, self.folder = dict(models), folder
         self.images = ImageStore()
         self.uploads = UploadReceiver(limits)
         self.model_queue = JobQueue("veca-model", max_jobs)
@@ -42,11 +43,33 @@ class Explorer:
 
     def warm_up(self) -> None:
         """Run the model as the page will ask for it first: the first pass of a process is slow."""
-        for id in list(self.images.samples)[:1]:
-            (name, model), image = next(iter(self.models.items())), self.images.get(id)
-            assert image is not None
-            setting = schemas.ViewSetting(id, name, max(model.config.budgets), DEFAULT_SIZE)
+        ids = [*(image.id for image in (self.folder.images if self.folder else ())), *self.images.samples]
+        image = self.open_image(ids[0]) if ids else None
+        if image is not None:
+            name, model = next(iter(self.models.items()))
+            setting = schemas.ViewSetting(image.id, name, max(model.config.budgets), DEFAULT_SIZE)
             self.model_queue.submit("warm-up", self.analyse(setting, image))
+
+    def embed_folder(self) -> None:
+        """Embed the images of the folder by every model, while nothing else is asked for."""
+        for name, model in self.models.items() if self.folder else ():
+            assert self.folder is not None
+            self.model_queue.submit(("folder", name), self.folder.embed(name, model), later=FOLDER)
+
+    def open_image(self, id: str) -> StoredImage | None:
+        """An upload, a sample or an image of the folder; None: unknown or evicted."""
+        if stored := self.images.get(id):
+            return stored
+        found = self.folder and self.folder.open(id)
+        return found and self.images.store(found)
+
+    def find_neighbours(self, name: str, image: StoredImage, count: int) -> JobSteps[schemas.Neighbours]:
+        if self.folder is None:
+            return schemas.Neighbours(neighbours=[], embedded=0, total=0)
+        reference = yield from self.refer(name, image)
+        nearest = self.folder.nearest(name, image.id, reference.cls, count)
+        embedded = self.folder.count_embedded(name)
+        return schemas.Neighbours(neighbours=nearest, embedded=embedded, total=len(self.folder))
 
     def check(self, setting: schemas.ViewSetting) -> Veca:
         """The model of a valid setting; `RequestError` for what this server does not offer."""

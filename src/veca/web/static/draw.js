@@ -66,11 +66,12 @@ export function tiles(levels, rows, columns, { most = 1, smooth = false, mask = 
     mask = mask && upsample(mask, rows, columns, 1, factor);
   }
   const [tall, wide] = [rows * factor, columns * factor];
+  const edge = smooth ? 0.05 : 1e-9; // from transparent to opaque, in levels
   const image = new ImageData(wide, tall); // its bytes are clipped to 0 … 255
   for (let i = 0; i < tall * wide; i++) {
     const level = channels === 1 ? Math.max(0, Math.min(255, Math.round((255 * levels[i]) / most))) : 0;
     for (let c = 0; c < 3; c++) image.data[4 * i + c] = channels === 1 ? ramp[3 * level + c] : (255 * levels[3 * i + c]) / most;
-    image.data[4 * i + 3] = mask && mask[i] <= 0 ? 0 : 255;
+    image.data[4 * i + 3] = mask ? 255 * (0.5 + mask[i] / edge) : 255;
   }
   const canvas = new OffscreenCanvas(wide, tall);
   canvas.getContext("2d").putImageData(image, 0, 0);

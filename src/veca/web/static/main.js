@@ -3,7 +3,7 @@
 import { RequestError, json, request } from "./api.js";
 import { Scaling } from "./chart.js";
 import { drawFigure, setRamps } from "./draw.js";
-import { Pane } from "./pane.js";
+import { Pane, thumbnail } from "./pane.js";
 
 const $ = (id) => document.getElementById(id);
 const about = await json("api/about").catch((error) => {
@@ -51,6 +51,9 @@ const on = {
     draw();
     if (hold || byKeyboard) $("spoken").textContent = pane.describe();
     updateAddress();
+  },
+  open(pane, id) {
+    choose(id, compare ? pane.index : null);
   },
   scaling() {
     for (const pane of panes) pane.drawCharts();
@@ -235,7 +238,9 @@ async function show(picture, pane = target) {
 
 function markPictures() {
   const shown = panes.filter(({ index }) => target === null || target === index).map(({ picture }) => picture?.id);
-  for (const button of $("samples").children) button.setAttribute("aria-pressed", String(shown.includes(button.value)));
+  for (const button of document.querySelectorAll(".samples button")) {
+    button.setAttribute("aria-pressed", String(shown.includes(button.value)));
+  }
 }
 
 let pendingId = null; // the picture to show as soon as a setting works
@@ -287,20 +292,17 @@ function openFile(blob) {
   upload(blob).catch(showError);
 }
 
-// A button for a picture; of the uploaded ones the last four stay.
-function addThumbnail({ id, title }) {
+// Of the uploaded pictures the last four stay.
+function addThumbnail(picture) {
   const buttons = [...$("samples").children];
-  if (buttons.some(({ value }) => value === id)) return;
-  const button = document.createElement("button");
-  Object.assign(button, { type: "button", value: id, title });
-  const image = new Image();
-  Object.assign(image, { src: `api/pictures/${id}?side=256`, alt: title });
-  button.append(image);
-  button.addEventListener("click", () => choose(id));
-  $("samples").append(button);
+  if (buttons.some(({ value }) => value === picture.id)) return;
+  $("samples").append(thumbnail(picture, () => choose(picture.id)));
   if (buttons.length >= about.samples.length + 4) buttons[about.samples.length].remove();
 }
 about.samples.forEach(addThumbnail);
+$("folder").hidden = !about.folder.length;
+$("folder-size").textContent = about.folder.length.toLocaleString("en");
+$("folder-pictures").append(...about.folder.map((picture) => thumbnail(picture, () => choose(picture.id))));
 
 $("file").addEventListener("change", () => {
   openFile($("file").files[0]);
@@ -408,6 +410,7 @@ const models = about.models.map(({ name, origin }) => (origin ? `${name} (${orig
 $("about").textContent = `veca ${about.version}, ${models.join(", ")}, ${about.device}.`;
 const [requestedId, ...others] = readAddress();
 buildPanes();
-if (requestedId || about.samples.length) await openPictures([requestedId ?? about.samples[0].id, ...others]);
+const start = [...about.folder, ...about.samples][0];
+if (requestedId || start) await openPictures([requestedId ?? start.id, ...others]);
 else showStatus("Drop, paste or choose a picture.");
 document.documentElement.dataset.ready = "true";

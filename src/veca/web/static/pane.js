@@ -7,12 +7,23 @@ import { drawBars, drawFrame, drawPath, fitCanvas, paint, pathScale, similarity,
 const MEASURE_AFTER = 500; // ms without a change
 const SLOW = 0.4; // s: where a view is expected to take longer, a smaller one is shown first
 
+// A button with a picture on it.
+export function thumbnail({ id, title }, open) {
+  const [button, image] = [document.createElement("button"), new Image()];
+  Object.assign(button, { type: "button", value: id, title });
+  Object.assign(image, { loading: "lazy", src: `api/pictures/${id}?side=256`, alt: title });
+  image.addEventListener("error", () => button.remove()); // it cannot be read
+  button.append(image);
+  button.addEventListener("click", open);
+  return button;
+}
+
 export class Pane {
   // `shared` is the state of all panes, `setting` that of this one; `on` has the callbacks for user input.
   constructor(index, about, shared, setting, on) {
     Object.assign(this, { index, about, shared, setting, on });
     this.id = `${Math.random().toString(36).slice(2)}-${index}`;
-    this.requests = Object.fromEntries(["view", "counts", "measures", "classes"].map((name) => [name, new LatestRequest()]));
+    this.requests = Object.fromEntries(["view", "counts", "measures", "classes", "neighbours"].map((name) => [name, new LatestRequest()]));
     this.element = document.getElementById("pane").content.firstElementChild.cloneNode(true);
     this.element.setAttribute("aria-label", `Pane ${index + 1}`);
     const find = (selector) => this.element.querySelector(selector);
@@ -212,6 +223,7 @@ export class Pane {
     this.#show(tensors, layer, size);
     this.element.setAttribute("aria-busy", "false");
     this.#showClasses();
+    this.#showNeighbours();
     this.element.dataset.shown = `${this.picture.id} ${this.setting.cores} ${size} ${layer}`;
     if (this.setting.width < 1) this.element.dataset.shown += ` ${this.setting.width}`;
     performance.mark("veca-shown", { detail: this.element.dataset.shown });
@@ -260,6 +272,33 @@ export class Pane {
       return item;
     });
     box.querySelector("ol").replaceChildren(...items);
+  }
+
+  // Again until all pictures of the folder are embedded.
+  async #showNeighbours() {
+    clearTimeout(this.neighbourTimer);
+    const box = this.find(".neighbours");
+    box.hidden = !this.about.folder.length;
+    if (box.hidden) return;
+    const headers = { "X-Veca-Pane": this.id };
+    const query = new URLSearchParams({ picture: this.picture.id, model: this.setting.model, count: 6 });
+    const found = await this.requests.neighbours.run((signal) => json(`api/neighbours?${query}`, { signal, headers })).catch(() => null);
+    if (!found) return;
+    const { neighbours, embedded, total } = found;
+    box.querySelector("h3 span").textContent = embedded < total ? `${embedded} of ${total} embedded` : "by global feature";
+    const strip = box.querySelector(".strip");
+    const ids = neighbours.map(({ id }) => id).join();
+    if (strip.dataset.ids !== ids) {
+      strip.dataset.ids = ids;
+      strip.replaceChildren(...neighbours.map(({ id, title, similarity: cosine }) => {
+        const button = thumbnail({ id, title: `${title}, cosine ${cosine.toFixed(2)}` }, () => this.on.open(this, id));
+        const label = document.createElement("span");
+        label.textContent = cosine.toFixed(2).replace("-", "−");
+        button.append(label);
+        return button;
+      }));
+    }
+    if (embedded < total) this.neighbourTimer = setTimeout(() => this.#showNeighbours(), 2000);
   }
 
   // Texts of VECA and the dense ViT in a column of the table, and how many times as large the second is.
