@@ -2,7 +2,7 @@
 
 import { json } from "./api.js";
 
-const SVG = "http://www.w3.org/2000/svg";
+const SVG = document.querySelector("#pane").content.querySelector("svg").namespaceURI;
 const HEIGHT = 128; // px; below: the space around the plot
 const [TOP, RIGHT, BOTTOM, LEFT] = [22, 14, 17, 34];
 const TICKS = [256, 512, 768, 1024];

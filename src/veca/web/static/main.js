@@ -376,6 +376,7 @@ addEventListener("hashchange", () => {
 
 // The pictures of a link: of the first pane, and of the second if it has one of its own.
 async function openPictures([id, other]) {
+  if (!other) shared.pictures[1] = null;
   if (id && id !== shared.pictures[0]?.id) await choose(id, null);
   else await refresh();
   if (other && other !== shared.pictures[1]?.id) await choose(other, 1);

@@ -345,8 +345,13 @@ export class Pane {
     }
   }
 
+  // Drawn anew where anything has changed: the cursor moves more often.
   drawCharts() {
     const { scaling } = this;
+    const known = [scaling.model, scaling.measuring, Boolean(scaling.counted), scaling.seconds.size];
+    const key = [...known, this.setting.size, this.find(".charts").clientWidth].join();
+    if (this.charted === key) return;
+    this.charted = key;
     const [seconds, flops] = ["seconds", "flops"].map((kind) => scaling.lines(kind));
     const [timed, counted] = this.element.querySelectorAll(".charts svg");
     const waiting = scaling.measuring ? " – measuring …" : "";
