@@ -60,7 +60,7 @@ class Explorer:
         """An upload, a sample or an image of the folder; None: unknown or evicted."""
         if stored := self.images.get(id):
             return stored
-        found = self.folder and self.folder.open(id)
+        found = self.folder.open(id) if self.folder else None
         return found and self.images.store(found)
 
     def find_neighbours(self, name: str, image: StoredImage, count: int) -> JobSteps[schemas.Neighbours]:
