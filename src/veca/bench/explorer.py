@@ -26,8 +26,7 @@ from veca.utils.files import atomic_path
 
 
 def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:
-    """Print milliseconds until Chromium shows a picture or a setting: from opening the page, dropping an image, or
-    moving a slider. The page opens at 512 px."""
+    """Print milliseconds from opening the page, a dropped image or a moved slider until Chromium shows the result."""
     with serving("--model", model) as (server, port), open_browser_page(chromium, port) as page:
         opened = page.evaluate("performance.getEntriesByName('veca-picture')[0].startTime")
         size = page.locator(".settings output").last.inner_text()

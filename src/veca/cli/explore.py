@@ -22,7 +22,7 @@ def explore_command(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE…]",
+            metavar="SOURCE…",
             help="Your images, to find neighbours in: files, folders, globs, tar shards.",
             show_default="none",
         ),

@@ -29,7 +29,8 @@ CPU_SECONDS = 12.0
 """CPU time for all measurements; larger sizes that would take more are counted, not timed."""
 MAX_REPEATS = 3
 MAX_SECONDS = 1.0
-"""No further repeat after this much measuring. The fastest counts: others shared the machine with something else."""
+"""No further repeat after this much measuring. Of each call the fastest counts: others shared the machine with
+something else."""
 
 
 class MeasuredCost(NamedTuple):
@@ -124,14 +125,13 @@ def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> St
     runs = [torch.inference_mode()(call) for call in calls]
     peak = peak_device_bytes(runs[0], device)
     peak = peak_tensor_bytes(runs[0]) if peak is None else peak  # this first run also warms up
-    totals: list[float] = []
-    while len(totals) < MAX_REPEATS and sum(totals) < MAX_SECONDS:
-        total = 0.0
+    samples: list[list[float]] = []  # of all calls, in each repeat
+    while len(samples) < MAX_REPEATS and sum(map(sum, samples)) < MAX_SECONDS:
+        samples.append([])
         for run in runs:
             yield
-            total += timed(run, device)
-        totals.append(total)
-    return MeasuredCost(seconds=min(totals), mebibytes=peak / 2**20)
+            samples[-1].append(timed(run, device))
+    return MeasuredCost(seconds=sum(map(min, zip(*samples, strict=True))), mebibytes=peak / 2**20)
 
 
 def peak_tensor_bytes(call: Callable[[], object]) -> int:
