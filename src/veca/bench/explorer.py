@@ -136,7 +136,7 @@ def open_browser_page(chromium: str | None, port: int, view: str = "") -> Iterat
         raise ArgumentError("there is no Chromium on the path; name one with --chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1360, "height": 960})
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
         page.goto(f"http://127.0.0.1:{port}/{view}")
         page.wait_for_selector("html[data-ready]")
         yield page

@@ -28,7 +28,7 @@ Steps: TypeAlias = Generator[None, None, T]
 CPU_SECONDS = 12.0
 """CPU time for all measurements; larger sizes that would take more are counted, not timed."""
 MAX_REPEATS = 3
-MAX_SECONDS = 1.0
+MAX_SECONDS = 2.0
 """No further repeat after this much measuring. Of each call the fastest counts: others shared the machine with
 something else."""
 

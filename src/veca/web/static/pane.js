@@ -78,6 +78,7 @@ export class Pane {
     const at = from.pointed;
     if (!at || !from.view || !this.view || from.setting.model !== this.setting.model) return null;
     const width = from.view.features.shape[2];
+    if (this.view.features.shape[2] !== width) return null; // its model has just been changed
     const start = (at[0] * from.grid[1] + at[1]) * width;
     const key = [from.view, this.view, start];
     if (!this.compared?.key.every((part, i) => part === key[i])) {
