@@ -182,7 +182,7 @@ def test_scaling_is_counted_at_once_and_timed_by_size() -> None:
         assert all(0 < seconds < 20 for seconds in times["seconds"])
         assert len(times["seconds"]) == 4
         assert client.get("/api/scaling/times", params=asked).json() == times, "measured once"
-        problem(client.get("/api/scaling/times", params={"model": "elastic", "size": 128}), 422)
+        problem(client.get("/api/scaling/times", params={"model": "elastic", "size": 100}), 422)
         problem(client.get("/api/scaling", params={"model": "none"}), 422)
 
 

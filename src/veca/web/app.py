@@ -29,7 +29,7 @@ from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, Store
 from veca.web.jobs import JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
-from veca.web.state import CHART, MEASURE, Explorer
+from veca.web.state import CHART, MEASURE, Explorer, check_offered
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Of the page's files, by suffix."""
@@ -304,6 +304,7 @@ async def get_scaling_times(
     """Seconds of a square image for each line of /api/scaling, measured on this machine once it is idle."""
     explorer = client.explorer
     explorer.find_model(model)
+    check_offered("size", size, SHORT_SIDES)
     steps, pane = explorer.time_lines(model, size), pane and f"{pane} scaling"
     return await client.run(explorer.model_queue, ("scaling", model, size), steps, pane, later=CHART)
 

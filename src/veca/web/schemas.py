@@ -114,7 +114,7 @@ class ScalingLine(BaseModel):
 class Scaling(BaseModel):
     sizes: list[int] = Field(description="Sides in pixels.")
     lines: list[ScalingLine]
-    timed_sizes: list[int] = Field(description="Those that can be timed.")
+    timed_sizes: list[int] = Field(description="Those that the page times.")
     max_seconds: float = Field(description="The page times no size that is expected to take longer.")
 
 

@@ -1,7 +1,7 @@
 """The explorer's state: models, images and cached results, and the jobs that compute them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from veca.inspect.scaling import MeasuredCost, measure_calls, measure_dense, random_image, sizes_around
+from veca.inspect.scaling import MeasuredCost, measure_calls, measure_dense, random_image
 from veca.model import Veca
 from veca.web import analysis, schemas
 from veca.web.analysis import DEFAULT_SIZE, Analysis, Reference
@@ -20,6 +20,11 @@ from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError
 
 MEASURE, CHART, FOLDER = 1, 2, 3
 """How late jobs run that nobody waits for at once: see `JobQueue.submit`."""
+
+
+def check_offered(name: str, value: float, offered: Sequence[float]) -> None:
+    if value not in offered:
+        raise RequestError(422, f"{name}={value:g}: choose one of {', '.join(f'{x:g}' for x in offered)}.")
 
 
 class Explorer:
@@ -73,12 +78,11 @@ class Explorer:
 
     def check(self, setting: schemas.ViewSetting) -> Veca:
         """The model of a valid setting; `RequestError` for what this server does not offer."""
-        model = self.find_model(setting.model)
-        config = model.config
-        for name, offered in (("cores", config.budgets), ("size", schemas.SHORT_SIDES), ("width", config.widths)):
-            if (value := getattr(setting, name)) not in offered:
-                raise RequestError(422, f"{name}={value:g}: choose one of {', '.join(f'{x:g}' for x in offered)}.")
-        return model
+        config = self.find_model(setting.model).config
+        check_offered("cores", setting.cores, config.budgets)
+        check_offered("size", setting.size, schemas.SHORT_SIDES)
+        check_offered("width", setting.width, config.widths)
+        return self.models[setting.model]
 
     def find_model(self, name: str) -> Veca:
         if name not in self.models:
@@ -126,8 +130,6 @@ class Explorer:
     def time_lines(self, name: str, size: int) -> JobSteps[schemas.ScalingTimes]:
         """Seconds of a square image, for each line of the chart."""
         model = self.models[name]
-        if size not in (offered := sizes_around(DEFAULT_SIZE, model.config.patch_size)):
-            raise RequestError(422, f"size={size}: choose one of {', '.join(map(str, offered))}.")
         images, seconds = random_image(model, size), list[float | None]()
         for choice in analysis.scaling_choices(model.config):
             cost = yield from self._measure(name, images, *choice)
