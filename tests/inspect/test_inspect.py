@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from veca import create_model
 from veca.attention import masked_attention
 from veca.inspect import core_maps, core_profiles, heat, look_inside, pca, to_rgb
+from veca.inspect.projections import PcaColours, otsu_threshold
 from veca.optimized import optimize
 from veca.rope import patch_coordinates
 
@@ -194,6 +195,24 @@ def test_pca_keeps_what_varies_in_a_few_rows_only():
     features = torch.zeros(1000, 3)
     features[:3] = 1.0
     assert pca(features, 1).flatten().unique().tolist() == [0, 1]
+
+
+def test_levels_beyond_the_fitted_range_are_not_clipped():
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    fitted = PcaColours.fit(features)
+    torch.testing.assert_close(fitted.levels(features).clamp(0, 1), pca(features))
+    far = fitted.levels(3 * features)
+    assert far.min() < -0.2
+    assert far.max() > 1.2
+    torch.testing.assert_close((far[:2] + far[2:4]) / 2, fitted.levels(3 * (features[:2] + features[2:4]) / 2))
+
+
+def test_otsu_splits_values_as_scikit_image_does():
+    filters = pytest.importorskip("skimage.filters")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([torch.randn(300, generator=generator), 5 + 2 * torch.randn(100, generator=generator)])
+    threshold = filters.threshold_otsu(values.numpy(), nbins=4096)
+    assert ((values > otsu_threshold(values)) == (values > threshold)).float().mean() > 0.995
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
 from PIL import Image
+from safetensors.numpy import load
 from sample_images import encode, fractal_image
 
+from veca.bench.explorer import ask
+from veca.data.index import ImageIndex
+from veca.images.samples import sample_images
+from veca.report.page import DARK, LIGHT
 from veca.web.app import create_app
 from veca.web.connections import create_server
+from veca.web.folder import Folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REQUIRED = os.environ.get("VECA_BROWSER") == "required"
@@ -27,24 +38,32 @@ LOUD = "NO BROWSER: the tests of the explorer's page did not run. Install one: a
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason=LOUD)
 
 PHOTO = encode(fractal_image(), "JPEG")
-DESKTOP = {"width": 1280, "height": 900}
+DESKTOP = {"width": 1280, "height": 720}
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address of an app that is served by a thread."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen()  # so that the first page waits for the server
-        broken = make_tiny()
-        torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
-        other = make_tiny(num_cores=32, budgets=(8, 32), mlp_ratio=4.0, widths=(0.25, 1))
-        app = create_app({"tiny": make_tiny(), "other": other, "broken": broken})
         server = create_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
         server.should_exit = True
         thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    broken = make_tiny()
+    torch.nn.init.constant_(broken.blocks[1].attn.qkv.weight, torch.nan)
+    other = make_tiny(num_cores=32, budgets=(8, 32), mlp_ratio=4.0, widths=(0.25, 1))
+    sorting = make_tiny(num_classes=3)
+    sorting.provenance = {"classes": ["ant", "bee", "cat"]}
+    with serving(create_app({"tiny": make_tiny(), "other": other, "broken": broken, "sorting": sorting})) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +150,32 @@ def visit(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterato
 
 
 FEATURES, SIMILAR, LOOKS, BARS = (f".{name} canvas" for name in ("features", "similar", "looks", "listens"))
+
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
+
+
+@pytest.mark.parametrize("visit", [{}, PHONE], indirect=True, ids=["desktop", "phone"])
+def test_costs_charts_and_a_chosen_patch_are_there_from_the_start(visit: Visit) -> None:
+    visit.open("picture=astronaut")
+    visit.shown("astronaut 64 512 2")
+    assert " to " in visit.page.inner_text(".similar figcaption span"), "a patch is chosen"
+    bottom = visit.page.viewport_size["height"]
+    if visit.page.viewport_size["width"] < 800:
+        bottom = visit.page.locator(".controls").bounding_box()["y"]
+    for selector in (".numbers", ".charts", ".keys-of-lines"):
+        box = visit.page.locator(selector).bounding_box()
+        assert box["y"] + box["height"] <= bottom, f"{selector} is seen without scrolling"
+    times, flops = (visit.page.locator(".charts svg").nth(i) for i in range(2))
+    told = str(flops.get_attribute("aria-label"))
+    assert all(name in told for name in ("VECA, C = 64", "C = 8", "dense ViT", "at 1024 px"))
+    visit.until("document.querySelectorAll('.charts svg:first-child circle').length >= 3")
+    assert "at 256 px" in str(times.get_attribute("aria-label")), "measured"
+    colours = visit.page.evaluate(
+        "['.line.veca', '.line.dense'].map((line) => getComputedStyle(document.querySelector(line)).stroke)"
+    )
+    scheme = LIGHT if visit.page.viewport_size["width"] > 800 else DARK
+    assert colours == [f"rgb{tuple(bytes.fromhex(scheme[name][1:]))}" for name in ("c1", "c0")], "as in every report"
 
 
 def test_samples_and_sliders_change_what_is_shown(visit: Visit) -> None:
@@ -241,6 +286,107 @@ def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: An
     assert visit.page.locator(".pane").count() == 1
 
 
+def test_a_patch_of_one_picture_is_found_in_another(visit: Visit, address: str) -> None:
+    visit.open("picture=coffee&size=128&cores2=64&size2=192&model2=tiny&picture2=chelsea")
+    visit.shown("coffee 64 128 2")
+    visit.shown("chelsea 64 192 2", pane=1)
+    left, right = (visit.page.locator(f".pane:nth-child({i}) .features .frame") for i in (1, 2))
+    box = left.bounding_box()
+    left.click(position={"x": box["width"] * 2.5 / 12, "y": box["height"] * 4.5 / 8})
+    caption = visit.page.locator(".pane:nth-child(2) .similar")
+    sync_api.expect(caption).to_contain_text("Best match")
+
+    def features(query: str) -> np.ndarray:
+        port = int(address.rsplit(":")[-1].strip("/"))
+        found = load(ask(port, "GET", f"/api/features?model=tiny&cores=64&{query}")[1])["patches"]
+        return found / np.linalg.norm(found, axis=-1, keepdims=True)
+
+    one = features("picture=coffee&size=128")
+    cosines = features("picture=chelsea&size=192") @ one[4, 2]
+    assert one.shape[:2] == (8, 12)
+    words = str(right.get_attribute("aria-label")).split("row ")[1].replace(",", "").split(".")[0].split()
+    row, column = int(words[0]) - 1, int(words[2]) - 1
+    assert cosines[row, column] >= cosines.max() - 0.01, "features are sent as bytes"
+    assert f"cosine {cosines.max():.2f}"[:-1] in caption.inner_text()
+    box = right.bounding_box()
+    right.hover(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    visit.drawn()
+    assert "Best match" in caption.inner_text(), "a patch that was clicked is held"
+    right.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
+    sync_api.expect(visit.page.locator(".pane:nth-child(1) .similar")).to_contain_text("Best match")
+    visit.remembered("picture2", "chelsea")
+    visit.remembered("source", "2")
+    visit.page.locator("#target label", has_text="left").click()
+    visit.page.click("#samples button[value=rocket]")
+    visit.shown("rocket 64 128 2")
+    visit.shown("chelsea 64 192 2", pane=1)
+
+
+def test_neighbours_in_the_folder_can_be_opened(browser: Any, tmp_path: Path) -> None:
+    for path in sample_images():  # parts of the samples, so that it is known which of them is nearest to one
+        with Image.open(path) as image:
+            part = image.convert("RGB").crop((8, 8, image.width - 8, image.height - 8))
+        part.save(tmp_path / f"part of {path.stem}.png")
+    (tmp_path / "unreadable.png").write_bytes(PHOTO[:200])
+    folder = Folder(ImageIndex.build(str(tmp_path), progress=False))
+    page = browser.new_page(viewport=DESKTOP)
+    with serving(create_app({"tiny": make_tiny()}, folder=folder)) as address:
+        visit = Visit(page, address).open("picture=coffee&size=128")
+        visit.shown("coffee 64 128 2")
+        sync_api.expect(page.locator(".neighbours h3")).to_contain_text("by global feature", timeout=60000)
+        nearest = page.locator(".neighbours button")
+        assert nearest.count() == 4, "what cannot be read is left out"
+        assert nearest.first.get_attribute("title").startswith("part of coffee.png, cosine ")
+        nearest.first.click()
+        page.wait_for_selector("#folder-pictures button[title='part of coffee.png'][aria-pressed=true]")
+        visit.until("/^[0-9a-f]{32} 64 128/.test(document.querySelector('.pane').dataset.shown)")
+        sync_api.expect(page.locator("#folder-pictures button")).to_have_count(4)
+        assert all("404" in text for text in visit.complaints), "Chromium itself reports the unreadable file"
+        page.close()
+
+
+def test_classes_smooth_views_and_the_foreground_are_shown(visit: Visit) -> None:
+    visit.open("picture=chelsea&size=128&model=sorting&overlay=100")
+    visit.shown("chelsea 64 128 2")
+    sync_api.expect(visit.page.locator(".classes li")).to_have_count(3)
+    shown = [item.split() for item in visit.page.locator(".classes li").all_inner_texts()]
+    assert {name for name, *_ in shown} == {"ant", "bee", "cat"}
+    shares = [float(share) for _, share, _ in shown]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+    def count_colours() -> int:
+        url = visit.pixels(FEATURES)
+        image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+        return len(image.crop((0, 0, image.width, image.height // 3)).getcolors(2**20))
+
+    smooth = count_colours()
+    visit.page.click("#smooth")
+    visit.drawn()
+    assert count_colours() < 100 < smooth, "one colour for each patch, or interpolated ones"
+    before = visit.pixels(FEATURES)
+    visit.page.click("#foreground")
+    visit.changed(FEATURES, before)
+    visit.remembered("foreground", "1")
+    visit.remembered("smooth", "0")
+
+
+def test_a_slow_setting_shows_a_preview_first(visit: Visit) -> None:
+    def answer(route: Any) -> None:
+        route.fulfill(json={"seconds": [0.2 if "size=256" in route.request.url else 0.5, None, None]})
+
+    visit.page.route("**/api/scaling/times*", answer)
+    visit.open("picture=coffee&size=128")
+    visit.until("document.querySelectorAll('.charts svg:first-child circle').length === 4")
+    asked: list[str] = []
+    visit.page.on("request", lambda request: asked.append(request.url) if "/api/view" in request.url else None)
+    visit.slide(".size", 6)
+    visit.shown("coffee 64 512 2")
+    assert [url.rpartition("size=")[2] for url in asked] == ["192", "512"]
+    assert visit.page.evaluate("performance.getEntriesByName('veca-preview').length") == 1
+    assert "patches" in visit.page.inner_text(".features figcaption")
+
+
 def test_a_dropped_image_is_shown_and_a_broken_one_refused(visit: Visit) -> None:
     visit.open("size=128")
     drop = """async ([bytes, name]) => {
@@ -336,9 +482,6 @@ def test_figure_and_features_can_be_saved(visit: Visit, tmp_path: Any) -> None:
     with visit.page.expect_download() as download:
         visit.page.click(".downloads .safetensors")
     assert download.value.suggested_filename == "veca-coffee-16-128.safetensors"
-
-
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
 
 
 @pytest.mark.parametrize("visit", [PHONE], indirect=True)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +28,13 @@ from typer.testing import CliRunner
 
 import veca
 from veca.cli.main import app as cli
+from veca.data.index import ImageIndex
 from veca.flops import dense_model_flops, model_flops
 from veca.images import fit_image, normalize, open_image, to_tensor
-from veca.inspect import core_maps, core_profiles, pca
-from veca.web import analysis
+from veca.inspect import core_maps, core_profiles, pca, scaling
+from veca.report.page import DARK, LIGHT
 from veca.web.app import create_app
+from veca.web.folder import Folder
 from veca.web.images import MAX_UPLOAD_BYTES, ImageStore
 from veca.web.jobs import BusyError, ByteCache, DroppedError, JobQueue, JobSteps
 from veca.web.security import SecurityMiddleware, names_of
@@ -83,7 +86,7 @@ def test_a_view_is_what_the_model_gives(client: TestClient, picture: str) -> Non
     np.testing.assert_allclose(found["places"], out.coordinates[:, 0], atol=1e-6)
     fitted = normalize(to_tensor(fit_image(open_image(PHOTO), 256, "keep")))[None]
     colours = pca(patches, like=model(fitted).patches[0])
-    assert np.abs(found["colours"] / 255 - colours.numpy()).max() < 0.01
+    np.testing.assert_allclose(found["colours"].clip(0, 1), colours, atol=1e-5)
     header = json.loads(answer.content[8 : 8 + int.from_bytes(answer.content[:8], "little")])
     assert json.loads(header["__metadata__"]["veca"])["cores"] == 16
 
@@ -146,6 +149,99 @@ def test_costs_are_counted_and_measured(client: TestClient, picture: str) -> Non
     assert client.get("/api/measures", params={"picture": picture, **SETTING}).json() == measures, "measured once"
 
 
+def test_the_quality_of_a_setting_comes_from_the_table_of_the_weights() -> None:
+    model = make_tiny()
+    rows = [
+        {"cores": 64, "size": 128, "gflops": 1.0, "quality": 1.0},
+        {"cores": 16, "size": 128, "gflops": 0.9, "quality": 0.97},
+    ]
+    model.provenance = {"quality_cost": {"settings": rows}}
+    app = create_app({"tiny": model}, warm=False)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
+        qualities = [
+            client.get("/api/counts", params={**asked, "cores": cores}).json()["quality"] for cores in (64, 16, 8)
+        ]
+    assert qualities == [1.0, 0.97, None]
+
+
+def test_scaling_is_counted_at_once_and_timed_by_size() -> None:
+    elastic = make_tiny(mlp_ratio=4.0, widths=(1, 0.25))
+    app = create_app({"elastic": elastic}, warm=False)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        scaling = client.get("/api/scaling", params={"model": "elastic"}).json()
+        choices = [(line["cores"], line["width"]) for line in scaling["lines"]]
+        assert choices == [(64, 1), (8, 1), (64, 0.25), (None, None)]
+        place = scaling["sizes"].index(512)
+        counted = [line["gflops"][place] * 1e9 for line in scaling["lines"]]
+        expected = [model_flops(elastic.config, 512, 512, *choice) for choice in choices[:3]]
+        assert counted == pytest.approx([*expected, dense_model_flops(elastic.config, 512, 512)])
+        assert scaling["timed_sizes"] == [256, 512, 768, 1024]
+        asked = {"model": "elastic", "size": 256}
+        times = client.get("/api/scaling/times", params=asked).json()
+        assert all(0 < seconds < 20 for seconds in times["seconds"])
+        assert len(times["seconds"]) == 4
+        assert client.get("/api/scaling/times", params=asked).json() == times, "measured once"
+        problem(client.get("/api/scaling/times", params={"model": "elastic", "size": 100}), 422)
+        problem(client.get("/api/scaling", params={"model": "none"}), 422)
+
+
+def test_classes_are_the_classifiers(client: TestClient, picture: str) -> None:
+    model = make_tiny(num_classes=4)
+    model.provenance = {"classes": ["ant", "bee", "cat", "dog"]}
+    app = create_app({"sorting": model}, warm=False)
+    with TestClient(app, base_url="http://localhost:8642") as sorting:
+        assert sorting.get("/api/about").json()["models"][0]["classes"] == 4
+        asked = {**SETTING, "picture": sorting.post("/api/pictures", content=PHOTO).json()["id"], "model": "sorting"}
+        classes = sorting.get("/api/classes", params=asked).json()["classes"]
+    with torch.inference_mode():
+        odds = model(given(client)[1], cores=16).logits[0].softmax(-1)
+    found = {each["name"]: each["probability"] for each in classes}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert [found[name] for name in ("ant", "bee", "cat", "dog")] == pytest.approx(odds.tolist(), abs=1e-5)
+    assert client.get("/api/classes", params={"picture": picture, **SETTING}).json() == {"classes": []}
+
+
+def test_neighbours_come_from_the_folder_without_its_path(tmp_path: Path) -> None:
+    inner = tmp_path / "secret place"
+    inner.mkdir()
+    for i in range(4):
+        (inner / f"photo {i}.jpg").write_bytes(encode(fractal_image(96 + 16 * i, 128), "JPEG"))
+    (inner / "photo 4.jpg").write_bytes(b"no picture")
+    folder, model = Folder(ImageIndex.build(str(tmp_path), progress=False)), make_tiny()
+    app = create_app({"tiny": model}, folder=folder)
+    with TestClient(app, base_url="http://localhost:8642") as client:
+        about = client.get("/api/about")
+        ids = {image["title"]: image["id"] for image in about.json()["folder"]}
+        assert list(ids) == [f"photo {i}.jpg" for i in range(5)]
+        asked: dict[str, Any] = {"picture": ids["photo 0.jpg"], "model": "tiny", "count": 2}
+        deadline = time.monotonic() + 60
+        while (answer := client.get("/api/neighbours", params=asked).json())["embedded"] < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        unreadable = client.get(f"/api/pictures/{ids['photo 4.jpg']}/about")
+        problem(unreadable, 404)
+        assert not any("secret" in text or str(tmp_path) in text for text in (about.text, str(answer), unreadable.text))
+        thumbnail = client.get(f"/api/pictures/{ids['photo 1.jpg']}?side=256")
+        assert Image.open(io.BytesIO(thumbnail.content)).size == (112, 128)
+    features = []
+    for i in range(4):
+        fitted = fit_image(open_image(inner / f"photo {i}.jpg"), 256, "keep")
+        with torch.inference_mode():
+            features.append(model(normalize(to_tensor(fitted))[None]).cls[0])
+    cosines = F.cosine_similarity(torch.stack(features[1:]), features[0][None])
+    best = cosines.topk(2)
+    assert [each["title"] for each in answer["neighbours"]] == [f"photo {i + 1}.jpg" for i in best.indices]
+    assert [each["similarity"] for each in answer["neighbours"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_colours_of_the_page_are_those_of_the_reports(client: TestClient) -> None:
+    style = client.get("/colours.css").text
+    light, dark = style.split("prefers-color-scheme: dark")
+    assert all(f"--{name}: {value};" in light for name, value in LIGHT.items())
+    assert all(f"--{name}: {value};" in dark for name, value in DARK.items())
+
+
 def test_memory_counts_what_lives_at_once() -> None:
     def call() -> None:
         a = torch.ones(2**20)
@@ -154,11 +250,11 @@ def test_memory_counts_what_lives_at_once() -> None:
         c = b * 2
         c.view(-1).add_(1)
 
-    assert analysis.peak_tensor_bytes(call) == 2 * 4 * 2**20
+    assert scaling.peak_tensor_bytes(call) == 2 * 4 * 2**20
 
 
 def test_without_timm_the_dense_vit_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analysis, "find_spec", lambda name: None)
+    monkeypatch.setattr(scaling, "find_spec", lambda name: None)
     with connect() as client:
         asked = {"picture": client.post("/api/pictures", content=PHOTO).json()["id"], **SETTING}
         measures = client.get("/api/measures", params=asked).json()
@@ -284,7 +380,7 @@ def test_responses_carry_security_headers(client: TestClient) -> None:
 
 
 def test_the_page_asks_nothing_of_other_machines(client: TestClient) -> None:
-    for path in ("/", "/main.js", "/pane.js", "/draw.js", "/api.js", "/explore.css"):
+    for path in ("/", "/main.js", "/pane.js", "/draw.js", "/api.js", "/chart.js", "/explore.css"):
         text = client.get(path).text
         assert len(text) > 500
         assert "http://" not in text

@@ -26,9 +26,12 @@ from veca.utils.files import atomic_path
 
 
 def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str | None = None) -> None:
-    """Print milliseconds from dropping an image, or moving the budget slider, until Chromium shows the result."""
+    """Print milliseconds from opening the page, a dropped image or a moved slider until Chromium shows the result."""
     with serving("--model", model) as (server, port), open_browser_page(chromium, port) as page:
-        drops, new_budgets, seen_budgets = [], [], []
+        opened = page.evaluate("performance.getEntriesByName('veca-picture')[0].startTime")
+        size = page.locator(".settings output").last.inner_text()
+        _wait_for_charts(page)  # measuring goes on while nothing else is asked for, and would be in the way
+        drops, new_budgets, seen_budgets, layers = [], [], [], []
         # Functions that cause an event and return the milliseconds until its result is drawn. Not as a script tag,
         # which the content security policy of the page would refuse.
         page.evaluate(Path(__file__).with_suffix(".js").read_text())
@@ -38,10 +41,16 @@ def bench_explorer_page(model: str = "veca_tiny", images: int = 6, chromium: str
             new_budgets += [page.evaluate("timers.moveSlider", [".cores", budget]) for budget in budgets]
             seen_budgets += [page.evaluate("timers.moveSlider", [".cores", budget]) for budget in reversed(budgets)]
             page.evaluate("timers.moveSlider", [".cores", len(budgets)])
-        _print_times("first image after the start, from the drop", drops[:1])
+            for layer in range(1, 1 + int(page.get_attribute("#layer", "max") or 0)):
+                if layer != int(page.input_value("#layer")):
+                    layers.append(page.evaluate("timers.moveSlider", ["#layer", layer]))
+        print(f"{model} at {size}")
+        _print_times("first picture, from opening the page", [opened])
+        _print_times("first image, from the drop", drops[:1])
         _print_times("later images, from the drop", drops[1:])
         _print_times("a budget not seen before", new_budgets)
         _print_times("a budget seen before", seen_budgets)
+        _print_times("another layer", layers)
         print(f"server: peak {peak_mib(server):.0f} MiB")
 
 
@@ -93,6 +102,7 @@ def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | Non
         cells = page.locator(".numbers .dense td")
         while "s" not in cells.nth(0).inner_text():  # until the dense ViT has been timed
             time.sleep(0.1)
+        _wait_for_charts(page)
         screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     with atomic_path(out) as part:
         palette = screenshot.quantize(256)  # a much smaller file than true colour
@@ -126,11 +136,18 @@ def open_browser_page(chromium: str | None, port: int, view: str = "") -> Iterat
         raise ArgumentError("there is no Chromium on the path; name one with --chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1360, "height": 960})
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
         page.goto(f"http://127.0.0.1:{port}/{view}")
         page.wait_for_selector("html[data-ready]")
         yield page
         browser.close()
+
+
+def _wait_for_charts(page: Any) -> None:
+    """Until every resolution has been timed."""
+    title = page.locator(".charts text").first
+    while "measuring" in title.text_content() or not page.locator(".charts circle").count():
+        time.sleep(0.1)
 
 
 def ask(

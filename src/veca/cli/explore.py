@@ -6,15 +6,27 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from veca.checkpoint.loading import pretrained_name
+from veca.cli import common
 from veca.cli import options as opt
 from veca.cli.common import err, load_model, out
+from veca.data.index import ImageIndex
 from veca.errors import ArgumentError, needs_extra
 from veca.model import Veca
 from veca.utils.text import quoted
 
 
 def explore_command(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCE…",
+            help="Your images, to find neighbours in: files, folders, globs, tar shards.",
+            show_default="none",
+        ),
+    ] = None,
     model: opt.Models = ("veca_tiny",),
     port: Annotated[int, opt.option("explore.port")] = 8642,
     host: Annotated[str, opt.option("explore.host")] = "127.0.0.1",
@@ -26,12 +38,17 @@ def explore_command(
     with needs_extra("the explorer needs", "web"):
         from veca.web.app import create_app
         from veca.web.connections import create_server
+        from veca.web.folder import MAX_IMAGES, Folder
         from veca.web.security import is_loopback, names_of
 
     if token is not None and not re.fullmatch("[A-Za-z0-9_-]{8,}", token):
         raise ArgumentError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)
+    common.check_sources(sources or [])
+    folder = Folder(ImageIndex.build(sources)) if sources else None
+    if folder and len(folder) == MAX_IMAGES:
+        err.print(f"Neighbours are looked for in the first {MAX_IMAGES:,} images.")
     with _bind(host, port) as listening:
         models: dict[str, Veca] = {}
         for source in model:
@@ -40,7 +57,7 @@ def explore_command(
                 name += "′"
             models[name] = load_model(source, device)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
-        app = create_app(models, hosts=hosts, token=token)
+        app = create_app(models, hosts=hosts, token=token, folder=folder)
         shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
         address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True)

@@ -22,7 +22,7 @@ from veca.images.samples import sample_images
 from veca.inspect import scaling
 from veca.inspect.figure_layout import PathLike, Photo, check_out, choose_budgets, path_scale
 from veca.inspect.maps import check_finite, core_maps, inspecting
-from veca.inspect.projections import core_colours, find_foreground, heat_hex, hex_codes, pca, scale_maps, to_rgb
+from veca.inspect.projections import core_colours, find_foreground, heat_hex, pca, scale_maps, to_rgb
 from veca.model import Veca
 from veca.report.page import data_uri, write_page
 from veca.utils.console import bar
@@ -128,10 +128,10 @@ def _show_image(model: Veca, photo: Photo, budgets: Sequence[int]) -> dict[str, 
         tile = _embed(ImageChops.screen(dim, to_rgb(level, dim.size, smooth=True)))
         core_tiles.append((core + 1, tile, path[block, core].tolist(), float(attention.max() / attention.mean())))
     travel = (path[-1] - path[0]).norm(dim=-1) / 2
-    colours = hex_codes(core_colours(torch.linspace(0, 1, len(travel))))
+    colours = core_colours(len(travel))
     return {
         "name": photo.name,
-        "classes": _top_classes(model, outputs[-1].logits),
+        "classes": top_classes(model, outputs[-1].logits, SHOWN_CLASSES),
         "image": _embed(image.resize((IMAGE_SIDE, IMAGE_SIDE))),
         "features": list(zip(budgets, feature_tiles, similarity, strict=True)),
         "foreground": _embed(to_rgb(inside), "PNG"),
@@ -175,7 +175,7 @@ def _outline(patch: tuple[int, int], grid: Sequence[int]) -> tuple[float, float,
     return patch[1] * width, patch[0] * height, width, height
 
 
-def _top_classes(model: Veca, logits: Tensor | None, count: int = SHOWN_CLASSES) -> list[tuple[str, float]]:
+def top_classes(model: Veca, logits: Tensor | None, count: int) -> list[tuple[str, float]]:
     """Names and probabilities of the most probable classes of one image (1, K); empty if the model has no classes."""
     if logits is None:
         return []

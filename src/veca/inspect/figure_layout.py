@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -305,8 +304,8 @@ class Sheet:
             axis.add_patch(self.mpl.patches.Rectangle(corner, *size, fill=False, ec=colour, lw=width, clip_on=False))
 
     def core_colours(self) -> Any:
-        """The colours of cores by their position in the bank, as a colour map of matplotlib."""
-        return self.mpl.colors.ListedColormap(core_colours(torch.linspace(0, 1, 256)).numpy())
+        """Colours of cores in their order, as a colour map."""
+        return self.mpl.colors.ListedColormap(core_colours(256))
 
     def add_core_bar(self, axes: Sequence[Axes], num_cores: int) -> None:
         ticks = {float(core): str(core) for core in pick_evenly(range(1, num_cores + 1), 5)}

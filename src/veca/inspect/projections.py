@@ -1,8 +1,8 @@
-"""Features as colours: principal components or UMAP, the inferno colour map, and images of maps."""
+"""Features as colours: principal components or UMAP, the colour maps of maps and of cores, and images of maps."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -14,16 +14,51 @@ from veca.errors import ArgumentError
 
 ProjectionMethod: TypeAlias = Literal["pca", "umap"]
 
-
-def _parse_ramp(colours: str) -> np.ndarray:
-    return np.array([list(bytes.fromhex(colour)) for colour in colours.split()]) / 255
-
-
-_INFERNO = _parse_ramp("000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4")
+_INFERNO = "000004 160b39 420a68 6a176e 932667 bc3754 dd513a f37819 fca50a f6d746 fcffa4"
 # Viridis without its dark end, which is lost on a dark photo.
-_VIRIDIS = _parse_ramp(
-    "3b528b 355f8d 2f6c8e 2a788e 25848e 21918c 1e9c89 22a884 2fb47c 44bf70 5ec962 7ad151 9bd93c bddf26 dfe318 fde725"
-)
+_CORES = "3b528b 31668e 2a788e 238a8d 1e9c89 28ae80 44bf70 6ccd5a 9bd93c cde11d fde725"
+
+
+class PcaColours(NamedTuple):
+    """Principal components of features (..., D), and the range in which each becomes a level from 0 to 1."""
+
+    mean: Tensor
+    directions: Tensor
+    """(D, components); float64, as all here."""
+    low: Tensor
+    high: Tensor
+    flat: Tensor
+    """Components in which nothing varies beyond rounding: their level is 0.5."""
+
+    @classmethod
+    def fit(cls, features: Tensor, components: int = 3, clip: float = 0.01) -> Self:
+        """The 1st and 99th percentile of a component become 0 and 1; `clip` is that share.
+
+        The sign makes the largest loading positive.
+        """
+        _check_features(features)
+        x = features.detach().to("cpu", torch.float64).flatten(0, -2)
+        mean, mean_square = x.mean(0), x.square().mean(0)
+        x = x - mean
+        variances, directions = _leading_eigenvectors(x, components)
+        # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
+        directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
+        # Variance that rounding alone puts along each direction: of the features' dtype, and of the decomposition.
+        rounding = torch.finfo(features.dtype).eps ** 2 * (directions.square().mT @ mean_square)
+        floor = rounding.clamp(min=x.shape[1] * torch.finfo(torch.float64).eps * float(variances[0]))
+        fitted = (x @ directions).numpy()
+        # Between the quantiles `clip` and 1 - `clip`, or between minimum and maximum where these two coincide.
+        low, high = np.quantile(fitted, (clip, 1 - clip), axis=0)
+        same = high <= low
+        low, high = np.where(same, fitted.min(0), low), np.where(same, fitted.max(0), high)
+        return cls(mean, directions, torch.from_numpy(low), torch.from_numpy(high), variances <= floor)
+
+    def levels(self, features: Tensor) -> Tensor:
+        """Features (..., D) as (..., components), float32: from 0 to 1 within the range, not clipped beyond it."""
+        _check_features(features)
+        projected = (features.detach().to("cpu", torch.float64) - self.mean) @ self.directions
+        spread = torch.where(self.high > self.low, self.high - self.low, 1.0)
+        return torch.where(self.flat, 0.5, (projected - self.low) / spread).float().to(features.device)
 
 
 def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor | None = None) -> Tensor:
@@ -43,31 +78,47 @@ def pca(features: Tensor, components: int = 3, clip: float = 0.01, like: Tensor 
     width = features.shape[-1] if features.ndim else 0
     if not 1 <= components <= width:
         raise ArgumentError(f"components={components}; features {tuple(features.shape)} have from 1 to {width}")
-    like = features if like is None else like
     _check_features(features)
-    _check_features(like)
-    x = like.detach().to("cpu", torch.float64).flatten(0, -2)
-    mean, mean_square = x.mean(0), x.square().mean(0)
-    x = x - mean
-    variances, directions = _leading_eigenvectors(x, components)
-    # Eigenvectors have no sign of their own: fix it, so that colours are reproducible.
-    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    directions = directions * largest.sign()
+    return PcaColours.fit(features if like is None else like, components, clip).levels(features).clamp(0, 1)
 
-    # Variance that rounding alone puts along each direction: of the features' dtype, and of the decomposition.
-    rounding = torch.finfo(like.dtype).eps ** 2 * (directions.square().mT @ mean_square)
-    floor = rounding.clamp(min=width * torch.finfo(torch.float64).eps * float(variances[0]))
-    fitted = (x @ directions).numpy()
-    projected = fitted
-    if like is not features:
-        projected = ((features.detach().to("cpu", torch.float64).flatten(0, -2) - mean) @ directions).numpy()
-    # Between the quantiles `clip` and 1 - `clip`, or between minimum and maximum where these two coincide.
-    low, high = np.quantile(fitted, (clip, 1 - clip), axis=0)
-    flat = high <= low
-    low, high = np.where(flat, fitted.min(0), low), np.where(flat, fitted.max(0), high)
-    scaled = np.clip((projected - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
-    scaled[:, (variances <= floor).numpy()] = 0.5
-    return torch.from_numpy(scaled).float().reshape(*features.shape[:-1], components).to(features.device)
+
+def otsu_threshold(values: Tensor) -> float:
+    """Otsu's threshold: of all splits of the values into two groups, that with the least variance within both.
+
+    >>> otsu_threshold(torch.tensor([0.0, 0.25, 0.25, 0.75, 1.0]))
+    0.5
+    """
+    x = values.detach().flatten().double().sort().values
+    below = torch.arange(1, len(x), dtype=x.dtype, device=x.device)
+    sums = x.cumsum(0)
+    distance = sums[:-1] / below - (sums[-1] - sums[:-1]) / (len(x) - below)  # of the means of both groups
+    split = int((below * (len(x) - below) * distance.square()).argmax())
+    return float((x[split] + x[split + 1]) / 2)
+
+
+def split_foreground(levels: Tensor) -> tuple[float, float]:
+    """Where levels (rows, columns) of the first principal component part foreground and background, by Otsu.
+
+    The threshold, and the side of the foreground: 1 above it, -1 below. It is the one that has less of the border.
+    """
+    threshold = otsu_threshold(levels)
+    above = levels > threshold
+    border = torch.cat([above[0], above[-1], above[1:-1, 0], above[1:-1, -1]])
+    return threshold, -1.0 if border.float().mean() > 0.5 else 1.0
+
+
+def find_foreground(features: Tensor) -> Tensor:
+    """A mask (rows, columns) of the patches of `features` (rows, columns, D) that are taken for the foreground.
+
+    >>> features = torch.zeros(4, 4, 8)
+    >>> features[1:3, 1:3] = 1.0
+    >>> find_foreground(features).sum(), find_foreground(1 - features)[1, 1]
+    (tensor(4), tensor(True))
+    """
+    levels = pca(features, components=1)[..., 0]
+    threshold, side = split_foreground(levels)
+    mask = side * (levels - threshold) > 0
+    return mask if mask.any() else ~mask  # of features that are all equal, everything
 
 
 def _check_features(features: Tensor) -> None:
@@ -97,24 +148,6 @@ def _leading_eigenvectors(x: Tensor, components: int) -> tuple[Tensor, Tensor]:
             basis = torch.linalg.qr(product).Q
     values, vectors = torch.linalg.eigh(x.mT @ x / len(x))
     return values.flip(0)[:components], vectors.flip(1)[:, :components]
-
-
-def find_foreground(features: Tensor) -> Tensor:
-    """A mask (rows, columns) of the patches of `features` (rows, columns, D) that are taken for the foreground.
-
-    The first principal component splits them in two; the foreground is the side that has less of the border.
-
-    >>> features = torch.zeros(4, 4, 8)
-    >>> features[1:3, 1:3] = 1.0
-    >>> find_foreground(features).sum(), find_foreground(1 - features)[1, 1]
-    (tensor(4), tensor(True))
-    """
-    component = pca(features, components=1)[..., 0]
-    mask = component >= component.mean()  # of features that are all equal, everything
-    border = torch.ones_like(mask)
-    border[1:-1, 1:-1] = False
-    at_border = mask[border].float().mean()
-    return ~mask if at_border > mask.float().mean() else mask
 
 
 def umap(features: Tensor, components: int = 3) -> Tensor:
@@ -181,29 +214,33 @@ def heat(values: Tensor) -> Tensor:
     tensor([[0.0000, 0.0000, 0.0157],
             [0.9882, 1.0000, 0.6431]])
     """
-    return _blend(values, _INFERNO)
+    return _interpolate(_INFERNO, values)
 
 
-def core_colours(positions: Tensor) -> Tensor:
-    """Colours (..., 3) of cores by their position in the bank: 0 is the first, blue, and 1 the last, yellow."""
-    return _blend(positions, _VIRIDIS)
+def core_colours(count: int) -> list[str]:
+    """Colours of a bank of cores in their order, #rrggbb, from blue over green to yellow.
 
-
-def _blend(values: Tensor, ramp: np.ndarray) -> Tensor:
-    positions = np.linspace(0, 1, len(ramp))
-    levels = values.detach().float().cpu().numpy()
-    colours = np.stack([np.interp(levels, positions, channel) for channel in ramp.T], axis=-1)
-    return torch.from_numpy(colours).float().to(values.device)
-
-
-def hex_codes(colours: Tensor) -> list[str]:
-    """Colours (N, 3) in [0, 1] as #rrggbb."""
-    return [f"#{bytes(colour).hex()}" for colour in (colours.double() * 255).round().int().tolist()]
+    >>> core_colours(3)
+    ['#3b528b', '#28ae80', '#fde725']
+    """
+    return _hex(_interpolate(_CORES, torch.linspace(0, 1, count)))
 
 
 def heat_hex(values: Tensor) -> list[str]:
     """The colours of `heat` of values (N) as #rrggbb."""
-    return hex_codes(heat(values))
+    return _hex(heat(values))
+
+
+def _interpolate(ramp: str, values: Tensor) -> Tensor:
+    anchors = np.array([list(bytes.fromhex(colour)) for colour in ramp.split()]) / 255
+    positions = np.linspace(0, 1, len(anchors))
+    levels = values.detach().float().cpu().numpy()
+    colours = np.stack([np.interp(levels, positions, channel) for channel in anchors.T], axis=-1)
+    return torch.from_numpy(colours).float().to(values.device)
+
+
+def _hex(colours: Tensor) -> list[str]:
+    return [f"#{bytes(colour).hex()}" for colour in (colours.double() * 255).round().int().tolist()]
 
 
 def map_range(maps: Tensor) -> tuple[Tensor, Tensor]:

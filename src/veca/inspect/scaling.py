@@ -1,26 +1,44 @@
-"""Time and FLOPs against resolution, of a VECA at several settings and of the dense ViT, within a bound on CPU time."""
+"""Costs of one image on this machine: time, memory and FLOPs of a VECA and of the dense ViT of its size, by resolution.
 
-import statistics
+Measurements are generators that pause between any two calls, so that more urgent work can be done there.
+"""
+
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from veca.config import VecaConfig
 from veca.flops import dense_model_flops, model_flops
 from veca.model import Veca
 from veca.report.charts import Chart, Line, line_chart
 from veca.teachers.from_timm import create_dense_vit
-from veca.utils.timing import Call, measure
+from veca.utils.device import peak_device_bytes
+from veca.utils.timing import timed
 
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
 CPU_SECONDS = 6.0
 """CPU time for all measurements; larger sizes that would take more are counted, not timed."""
-REPEATS = 2
+MAX_REPEATS = 3
+MAX_SECONDS = 2.0
+"""No further repeat after this much measuring. Of each call the fastest counts: others shared the machine with
+something else."""
 DENSE = "dense ViT"
 DASHES = ("", "7 4", "2 3")
+
+
+class MeasuredCost(NamedTuple):
+    seconds: float
+    mebibytes: float
+    """Peak memory of tensors, without the weights."""
 
 
 class ScalingSetting(NamedTuple):
@@ -37,7 +55,7 @@ class ScalingPoint(NamedTuple):
     size: int
     flops: Mapping[str, int]
     seconds: Mapping[str, float]
-    """Medians; empty: not measured, here and at every larger size."""
+    """Empty: not measured, here and at every larger size."""
 
 
 def choose_settings(config: VecaConfig, budgets: Sequence[int]) -> list[ScalingSetting]:
@@ -69,8 +87,7 @@ def measure_scaling(
 
     Without timm the dense ViT is counted, not timed. Its weights are random, which changes no time.
     """
-    config, weight, points = model.config, model.norm.weight, list[ScalingPoint]()
-    dense: Any = create_dense_vit(config).to(weight).eval() if find_spec("timm") else None
+    config, points = model.config, list[ScalingPoint]()
     spent, last = 0.0, 0.0
     for size in sizes:
         flops = {str(each): model_flops(config, size, size, each.cores, each.width) for each in settings}
@@ -79,7 +96,7 @@ def measure_scaling(
         growth = sum(point.flops.values()) / sum(points[-1].flops.values()) if points else 0.0
         if spent + last * growth <= CPU_SECONDS and (not points or points[-1].seconds):
             began = time.process_time()
-            point = point._replace(seconds=_time_models(model, dense, size, settings))
+            point = point._replace(seconds=_time_models(model, size, settings))
             last = time.process_time() - began
             spent += last
         points.append(point)
@@ -87,17 +104,89 @@ def measure_scaling(
     return points
 
 
-def _time_models(model: Veca, dense: Any, size: int, settings: Sequence[ScalingSetting]) -> dict[str, float]:
-    """Median seconds of both models on one image."""
-    images = torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
-    calls: dict[str, Call] = {
-        str(each): partial(model, images, cores=each.cores, width=each.width) for each in settings
-    }
-    if dense is not None:
-        calls[DENSE] = partial(dense.forward_features, images)
+def _time_models(model: Veca, size: int, settings: Sequence[ScalingSetting]) -> dict[str, float]:
+    """Seconds of one image in both models, by name of a setting."""
+    images, seconds = random_image(model, size), dict[str, float]()
+    for each in settings:
+        call = partial(model, images, cores=each.cores, width=each.width)
+        seconds[str(each)] = finish(measure_calls([call], images.device)).seconds
+    dense = finish(measure_dense(model.config, images))
+    return seconds if dense is None else {**seconds, DENSE: dense.seconds}
+
+
+def random_image(model: Veca, size: int) -> Tensor:
+    return torch.randn(1, model.config.in_chans, size, size).to(model.norm.weight)
+
+
+def finish(steps: Steps[T]) -> T:
+    """The result of a measurement, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def measure_dense(config: VecaConfig, images: Tensor) -> Steps[MeasuredCost | None]:
+    """The cost of timm's dense ViT with random weights; None where timm is not installed."""
+    if find_spec("timm") is None:
+        return None
+    # All layers have the same shapes: a model of one layer is built, and its block called once per further layer.
+    dense: Any = create_dense_vit(config, depth=1).to(images.device, images.dtype).eval()
+    inputs: list[Any] = []
+    hook = dense.blocks[0].register_forward_pre_hook(lambda _, *given: inputs.extend(given), with_kwargs=True)
     with torch.inference_mode():
-        seconds = measure(calls, images.device, REPEATS)
-    return {name: statistics.median(samples) for name, samples in seconds.items()}
+        dense.forward_features(images)
+    hook.remove()
+    args, kwargs = inputs
+    layers = (config.depth - 1) * [lambda: dense.blocks[0](*args, **kwargs)]
+    return (yield from measure_calls([lambda: dense.forward_features(images), *layers], images.device))
+
+
+def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> Steps[MeasuredCost]:
+    """Time of all calls one after the other, and the peak memory of the first; pauses between any two."""
+    runs = [torch.inference_mode()(call) for call in calls]
+    peak = peak_device_bytes(runs[0], device)
+    peak = peak_tensor_bytes(runs[0]) if peak is None else peak  # this first run also warms up
+    samples: list[list[float]] = []  # of all calls, in each repeat
+    while len(samples) < MAX_REPEATS and sum(map(sum, samples)) < MAX_SECONDS:
+        samples.append([])
+        for run in runs:
+            yield
+            samples[-1].append(timed(run, device))
+    return MeasuredCost(seconds=sum(map(min, zip(*samples, strict=True))), mebibytes=peak / 2**20)
+
+
+def peak_tensor_bytes(call: Callable[[], object]) -> int:
+    """Peak bytes of the tensors that operators return during a call; their scratch memory is not seen."""
+    with _TensorCounter() as counter:
+        call()
+    return counter.peak
+
+
+class _TensorCounter(TorchDispatchMode):
+    """Counts the bytes of tensors created while it is active, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The storages of inputs are not new, so neither are those of views and of in-place results.
+        self._known.update(leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        result = func(*args, **(kwargs or {}))
+        storages = {leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        for storage in storages.difference(self._known):
+            self._known.add(storage)
+            self.current += storage.nbytes()
+            weakref.finalize(storage, self._release, storage.nbytes())
+        self.peak = max(self.peak, self.current)
+        return result
+
+    def _release(self, count: int) -> None:
+        self.current -= count
 
 
 def draw_scaling(points: Sequence[ScalingPoint], settings: Sequence[ScalingSetting]) -> Iterator[Chart]:

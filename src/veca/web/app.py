@@ -1,4 +1,4 @@
-"""The explorer's HTTP API, described at /openapi.json, and its state: models, images, cached results."""
+"""The explorer's HTTP API, described at /openapi.json."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,21 +13,23 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from torch import Tensor
 
 import veca
 from veca.errors import NonFiniteError
 from veca.images import MAX_PIXELS, ImageError, ImageTooLargeError, nearest_sizes
-from veca.inspect.projections import heat_hex
+from veca.inspect.projections import core_colours, heat_hex
 from veca.model import Veca
+from veca.report.page import render
 from veca.utils.text import origin
 from veca.web import analysis, schemas
-from veca.web.analysis import REFERENCE_SIZE, Analysis
+from veca.web.analysis import DEFAULT_SIZE, Analysis
 from veca.web.connections import LIMITS, Limits
-from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, ImageStore, StoredImage, UploadReceiver
-from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError, T
+from veca.web.folder import THUMBNAIL_SIDE, Folder
+from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, StoredImage
+from veca.web.jobs import JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
+from veca.web.state import CHART, MEASURE, Explorer, check_offered
 
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Of the page's files, by suffix."""
@@ -43,14 +45,19 @@ def create_app(
     max_jobs: int = 32,
     warm: bool = True,
     limits: Limits = LIMITS,
+    folder: Folder | None = None,
 ) -> FastAPI:
-    """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it."""
-    explorer = Explorer(models, max_jobs, limits)
+    """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it.
+
+    Neighbours of an image are looked for in `folder`.
+    """
+    explorer = Explorer(models, max_jobs, limits, folder)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if warm:
             explorer.warm_up()
+        explorer.embed_folder()
         yield
         for queue in (explorer.model_queue, explorer.decode_queue):
             queue.close()
@@ -72,81 +79,14 @@ def create_app(
     for file in (files("veca.web") / "static").iterdir():
         if media_type := MEDIA_TYPES.get(file.name.rpartition(".")[2]):
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.router.routes.append(Route(path, Response(file.read_bytes(), media_type=media_type), methods=["GET"]))
+            _add_file(app, path, file.read_bytes(), media_type)
+    _add_file(app, "/colours.css", render("colours.css").encode(), MEDIA_TYPES["css"])
     app.openapi_schema = _describe_values(app.openapi(), explorer)
     return app
 
 
-class Explorer:
-    """Models, images, cached results, and the queues that compute them: one thread runs models, another decodes."""
-
-    def __init__(self, models: Mapping[str, Veca], max_jobs: int, limits: Limits) -> None:
-        self.models = dict(models)
-        self.images = ImageStore()
-        self.uploads = UploadReceiver(limits)
-        self.model_queue = JobQueue("veca-model", max_jobs)
-        self.decode_queue = JobQueue("veca-decode", 36)
-        # Responses built at once: each takes tens of megabytes, and built faster than sent they would pile up.
-        self.response_slots = asyncio.Semaphore(2)
-        self.analyses: ByteCache[Analysis] = ByteCache(
-            2**29, lambda result: sum(array.nbytes for array in result.arrays.values())
-        )
-        self._references: ByteCache[Tensor] = ByteCache(2**26, lambda features: features.nbytes)
-        # Wrapped in a tuple, since None is a result too: the dense ViT without timm.
-        self._measured: ByteCache[tuple[Any]] = ByteCache(4096, lambda _: 1)
-
-    def warm_up(self) -> None:
-        """Run the model once, so that no client waits for the slow first pass of a process."""
-        for id in list(self.images.samples)[:1]:
-            (name, model), image = next(iter(self.models.items())), self.images.get(id)
-            assert image is not None
-            setting = schemas.ViewSetting(id, name, max(model.config.budgets), REFERENCE_SIZE)
-            self.model_queue.submit("warm-up", self.analyse(setting, image))
-
-    def check(self, setting: schemas.ViewSetting) -> Veca:
-        """The model of a valid setting; `RequestError` for what this server does not offer."""
-        if setting.model not in self.models:
-            raise RequestError(422, f"No model is called {setting.model!r}; there are {', '.join(self.models)}.")
-        model = self.models[setting.model]
-        for name, offered in (("cores", model.config.budgets), ("size", SHORT_SIDES), ("width", model.config.widths)):
-            if (value := getattr(setting, name)) not in offered:
-                raise RequestError(422, f"{name}={value:g}: choose one of {', '.join(f'{x:g}' for x in offered)}.")
-        return model
-
-    def analyse(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[Analysis]:
-        if result := self.analyses.get(setting):
-            return result
-        model, reference_key = self.models[setting.model], (setting.picture, setting.model)
-        reference = self._references.get(reference_key)
-        if reference is None:
-            reference = analysis.reference_features(model, image)
-            self._references.put(reference_key, reference)
-            yield  # a good moment to stop if the client is gone
-        where = setting.cores, setting.size, setting.width
-        result = analysis.analyse(model, image, *where, reference, asdict(setting))
-        self.analyses.put(setting, result)
-        return result
-
-    def measure(self, setting: schemas.ViewSetting, image: StoredImage) -> JobSteps[schemas.MeasuredCosts]:
-        model = self.models[setting.model]
-        images = analysis.model_input(model, image, setting.size)
-        measurements: dict[str, tuple[Any, JobSteps[Any]]] = {
-            "veca": (
-                (setting.cores, setting.width),
-                analysis.measure_calls(
-                    [lambda: model(images, cores=setting.cores, width=setting.width)], images.device
-                ),
-            ),
-            "dense": (None, analysis.measure_dense(model.config, images)),
-        }
-        costs = {}
-        for name, (choice, steps) in measurements.items():
-            key = (setting.model, images.shape, name, choice)
-            if (cached := self._measured.get(key)) is None:
-                cached = ((yield from steps),)
-                self._measured.put(key, cached)
-            costs[name] = cached[0]
-        return schemas.MeasuredCosts(**costs)
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    app.router.routes.append(Route(path, Response(content, media_type=media_type), methods=["GET"]))
 
 
 class Client:
@@ -174,8 +114,8 @@ class Client:
         return await self.run(self.explorer.decode_queue, key, steps())
 
     async def image(self, id: str) -> StoredImage:
-        images = self.explorer.images
-        stored = images.cache.get(id) or await self.decode(id, images.get, id)
+        explorer = self.explorer
+        stored = explorer.images.cache.get(id) or await self.decode(id, explorer.open_image, id)
         if stored is None:
             raise RequestError(404, "There is no such picture here any more: upload it again.")
         return stored
@@ -216,6 +156,7 @@ async def get_about(client: ClientDep) -> schemas.About:
             origin=origin(model.provenance),
             layers=len(model.blocks),
             width=model.config.num_features,
+            classes=model.config.num_classes,
             budgets=sorted(model.config.budgets),
             widths=sorted(model.config.widths),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -228,7 +169,10 @@ async def get_about(client: ClientDep) -> schemas.About:
         models=models,
         sizes=list(SHORT_SIDES),
         samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in client.explorer.images.samples],
+        folder=client.explorer.folder.images if client.explorer.folder else [],
+        default_size=DEFAULT_SIZE,
         heat=heat_hex(torch.linspace(0, 1, 11)),
+        core_colours=core_colours(11),
         most_bytes=MAX_UPLOAD_BYTES,
         most_pixels=MAX_PIXELS,
     )
@@ -248,6 +192,9 @@ async def upload_image(client: ClientDep) -> schemas.ImageInfo:
 @router.get("/pictures/{id}", responses=binary_responses("image/jpeg", "The image as analysed.", 404, 409, 422))
 async def get_image(client: ClientDep, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
     """An image, for display."""
+    folder = client.explorer.folder
+    if folder and side <= THUMBNAIL_SIDE and (thumbnail := folder.thumbnail(id)):
+        return Response(thumbnail, media_type="image/jpeg")
     return await client.respond("image/jpeg", (await client.image(id)).jpeg, side)
 
 
@@ -257,28 +204,45 @@ async def get_image_info(client: ClientDep, id: schemas.ImageId) -> schemas.Imag
     return (await client.image(id)).info
 
 
-@router.get("/view", responses=binary_responses(SAFETENSORS, "colours, features, places.", 404, 409, 422))
+@router.get("/view", responses=binary_responses(SAFETENSORS, "colours, foreground, features, places.", 404, 409, 422))
 async def get_view(client: ClientDep, result: AnalysisDep) -> Response:
     """Features of an image.
 
-    Safetensors: `colours` (rows, columns, 3) of bytes, the first principal components, fitted to the same image
-    at 256 px with all cores; `features` (rows, columns, D) of int8, each patch scaled by its maximum; `places` (layers,
-    cores, 2), the (x, y) of the cores in [-1, 1].
+    Safetensors: `colours` (rows, columns, 3), the first principal components, fitted to the same image at 256 px with
+    all cores: 0 to 1 between the 1st and 99th percentile there; `foreground` (rows, columns), above 0 where the first
+    of them is on the side of Otsu's threshold that has fewer patches at the border; `features` (rows, columns, D) of
+    int8, each patch scaled by its maximum; `places` (layers, cores, 2), the (x, y) of the cores in [-1, 1].
     """
     return await client.respond(SAFETENSORS, analysis.pack_view, result)
 
 
 @router.get("/layer", responses=binary_responses(SAFETENSORS, "maps, ranges, profiles, shares.", 404, 409, 422))
-async def get_layer(layer: schemas.LayerNumber, result: AnalysisDep) -> Response:
+async def get_layer(
+    client: ClientDep, setting: SettingQuery, layer: schemas.LayerNumber, pane: schemas.PaneId = None
+) -> Response:
     """Where cores look in one layer, and which cores each patch listens to.
 
     Safetensors: `maps` (cores, rows, columns) of bytes, `ranges` (cores, 3): the attention at 0 and at 255, and its
     peak over its mean; `profiles` (rows, columns, cores) of bytes, the share of each core in the update of a patch,
     relative to `shares` (rows, columns), the largest.
     """
-    if layer > (layers := len(result.arrays["maps"])):
-        raise RequestError(422, f"layer={layer}: {result.about['model']} has layers 1 to {layers}.")
-    return Response(analysis.pack_layer(result, layer), media_type=SAFETENSORS)  # small: needs no thread
+    explorer = client.explorer
+    if layer > (layers := explorer.check(setting).config.depth):
+        raise RequestError(422, f"layer={layer}: {setting.model} has layers 1 to {layers}.")
+    arrays = explorer.layers.get((setting, layer))
+    if arrays is None:
+        steps = explorer.analyse_layer(setting, layer, await client.image(setting.picture))
+        # A pane asks for both at once: its view does not cancel its layer.
+        pane = pane and f"{pane} layer"
+        arrays = await client.run(explorer.model_queue, (setting, layer), steps, pane)
+    # Small: needs no thread.
+    return Response(analysis.pack(arrays, {**asdict(setting), "layer": layer}), media_type=SAFETENSORS)
+
+
+@router.get("/classes", responses=error_responses(404, 409, 422))
+async def get_classes(result: AnalysisDep) -> schemas.Classes:
+    """The most probable classes of an image; none where the model has no classifier."""
+    return schemas.Classes(classes=result.classes)
 
 
 @router.get("/features", responses=binary_responses(OCTET_STREAM, "A file of features.", 404, 409, 422))
@@ -295,11 +259,11 @@ async def get_features(
 @router.get("/counts", responses=error_responses(404, 409, 422))
 async def get_counts(client: ClientDep, setting: SettingQuery) -> schemas.CountedCosts:
     """Tokens and GFLOPs of one image, counted: of VECA and of the dense ViT of the same size."""
-    config = client.explorer.check(setting).config
+    model = client.explorer.check(setting)
     image = (await client.image(setting.picture)).image
     scale = setting.size / min(image.size)  # the short side becomes `size`, both sides whole patches
     sides = nearest_sizes(image.height * scale, image.width * scale)
-    return analysis.count_costs(config, *sides, setting.cores, setting.width)
+    return analysis.count_costs(model, *sides, setting.cores, setting.width)
 
 
 @router.get("/measures", responses=error_responses(404, 409, 422))
@@ -309,7 +273,40 @@ async def get_measures(client: ClientDep, setting: SettingQuery, pane: schemas.P
     explorer.check(setting)
     steps = explorer.measure(setting, await client.image(setting.picture))
     pane = pane and f"{pane} measures"  # a view does not cancel a measurement of the same pane
-    return await client.run(explorer.model_queue, ("measure", setting), steps, pane, later=True)
+    return await client.run(explorer.model_queue, ("measure", setting), steps, pane, later=MEASURE)
+
+
+@router.get("/neighbours", responses=error_responses(404, 409, 422))
+async def get_neighbours(
+    client: ClientDep,
+    id: schemas.PictureQuery,
+    model: schemas.ModelName,
+    count: schemas.NeighbourCount = 8,
+    pane: schemas.PaneId = None,
+) -> schemas.Neighbours:
+    """The images of the folder whose global features are nearest; none where the explorer was started without one."""
+    explorer = client.explorer
+    explorer.find_model(model)
+    steps, pane = explorer.find_neighbours(model, await client.image(id), count), pane and f"{pane} neighbours"
+    return await client.run(explorer.model_queue, ("neighbours", id, model, count), steps, pane)
+
+
+@router.get("/scaling", responses=error_responses(422))
+async def get_scaling(client: ClientDep, model: schemas.ModelName) -> schemas.Scaling:
+    """GFLOPs against resolution, counted: of a model at its extreme settings and of the dense ViT of the same size."""
+    return analysis.count_scaling(client.explorer.find_model(model).config)
+
+
+@router.get("/scaling/times", responses=error_responses(409, 422))
+async def get_scaling_times(
+    client: ClientDep, model: schemas.ModelName, size: schemas.Size, pane: schemas.PaneId = None
+) -> schemas.ScalingTimes:
+    """Seconds of a square image for each line of /api/scaling, measured on this machine once it is idle."""
+    explorer = client.explorer
+    explorer.find_model(model)
+    check_offered("size", size, SHORT_SIDES)
+    steps, pane = explorer.time_lines(model, size), pane and f"{pane} scaling"
+    return await client.run(explorer.model_queue, ("scaling", model, size), steps, pane, later=CHART)
 
 
 async def _answer_error(request: Request, error: Any) -> Response:

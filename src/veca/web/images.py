@@ -54,6 +54,17 @@ class StoredImage(NamedTuple):
         return data.getvalue()
 
 
+def crop_image(id: str, image: Image.Image) -> StoredImage:
+    """An opened image, cropped and shrunk to what the explorer holds."""
+    width, height = image.info["extent"]  # of the file: large JPEGs are decoded at a fraction of it
+    crop_width, crop_height = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
+    left, top = (width - crop_width) / 2, (height - crop_height) / 2
+    scale = min(1.0, LONG_SIDE / max(crop_width, crop_height))
+    size = max(1, round(crop_width * scale)), max(1, round(crop_height * scale))
+    resized = resample(image, size, (left, top, left + crop_width, top + crop_height))
+    return StoredImage(id, resized, (crop_width, crop_height) != (width, height))
+
+
 class ImageStore:
     """Images by id: a sample's name, or the hash of the uploaded bytes."""
 
@@ -68,23 +79,16 @@ class ImageStore:
         """An image in memory, or a sample, opened if need be. None: unknown or evicted."""
         stored = self.cache.get(id)
         if stored is None and id in self.samples:
-            stored = self._store(id, open_image(self.samples[id], at_least=SHORT_SIDE))
+            stored = self.store(crop_image(id, open_image(self.samples[id], at_least=SHORT_SIDE)))
         return stored
 
     def add(self, data: bytes) -> StoredImage:
         """Decode an upload; `ImageError` if it cannot be."""
         id = hashlib.sha256(data).hexdigest()[:32]  # 128 bits: ids cannot be guessed
-        return self.cache.get(id) or self._store(id, open_image(data, at_least=SHORT_SIDE))
+        return self.cache.get(id) or self.store(crop_image(id, open_image(data, at_least=SHORT_SIDE)))
 
-    def _store(self, id: str, image: Image.Image) -> StoredImage:
-        width, height = image.info["extent"]  # of the file: large JPEGs are decoded at a fraction of it
-        crop_width, crop_height = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
-        left, top = (width - crop_width) / 2, (height - crop_height) / 2
-        scale = min(1.0, LONG_SIDE / max(crop_width, crop_height))
-        size = max(1, round(crop_width * scale)), max(1, round(crop_height * scale))
-        resized = resample(image, size, (left, top, left + crop_width, top + crop_height))
-        stored = StoredImage(id, resized, (crop_width, crop_height) != (width, height))
-        self.cache.put(id, stored)
+    def store(self, stored: StoredImage) -> StoredImage:
+        self.cache.put(stored.id, stored)
         return stored
 
 

@@ -44,7 +44,7 @@ class DroppedError(RequestError):
 class QueuedJob:
     key: Hashable
     steps: JobSteps[Any]
-    later: bool
+    later: int
     client: str
     turn: int
     """How many jobs the same client had queued before: clients take turns, however many jobs each has."""
@@ -70,11 +70,11 @@ class JobQueue:
         self._thread.start()
 
     def submit(
-        self, key: Hashable, steps: JobSteps[T], *, client: str = "", pane: str = "", later: bool = False
+        self, key: Hashable, steps: JobSteps[T], *, client: str = "", pane: str = "", later: int = 0
     ) -> Future[T]:
         """The result of the job `key`, queued unless it is already; `BusyError` if there is no room.
 
-        What the same `pane` was waiting for under another key is dropped. With `later`, all other jobs go first.
+        What the same `pane` was waiting for under another key is dropped. Those of lower `later` go first.
         """
         with self._condition:
             # At most `max_jobs` jobs: scanning them all is cheap.
@@ -128,7 +128,7 @@ class JobQueue:
                 self._condition.wait_for(lambda: self.jobs or not self._open)
                 if not self._open:
                     break
-                # Chosen anew after every step: a job goes on until it ends, except for one that runs `later`.
+                # Chosen anew after every step: a job goes on until it ends, unless one of lower `later` has come.
                 job = min(self.jobs.values(), key=lambda job: (job.later, not job.started, job.turn, job.order))
             try:
                 job.started = True

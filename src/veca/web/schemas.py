@@ -15,6 +15,10 @@ SHORT_SIDES = (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _ID = "^([a-z]{1,32}|[0-9a-f]{32})$"
 
 
+ModelName = Annotated[str, Query(max_length=256, description="One of those in /api/about.")]
+Size = Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
+
+
 class ErrorResponse(BaseModel):
     problem: str = Field(description="What is wrong and what to do about it, for people.")
 
@@ -25,6 +29,7 @@ class ModelInfo(BaseModel):
     origin: str = Field(description="Where its weights come from, in a phrase; empty where that is not known.")
     layers: int
     width: int
+    classes: int = Field(description="Of its classifier; 0: it has none.")
     budgets: list[int]
     widths: list[float] = Field(description="Shares of the MLP's channels that patches can use.")
     parameters: int
@@ -41,6 +46,9 @@ class About(BaseModel):
     models: list[ModelInfo]
     sizes: list[int] = Field(description="Short sides in pixels.")
     samples: list[SampleInfo]
+    folder: list[SampleInfo] = Field(description="Images that the explorer was started with.")
+    default_size: int = Field(description="The one at which the page opens.")
+    core_colours: list[str] = Field(description="The colour map of the cores, evenly spaced, from first to last.")
     heat: list[str] = Field(description="The colour map of the maps, evenly spaced, from least to most.")
     most_bytes: int = Field(description="Of an upload.")
     most_pixels: int
@@ -61,6 +69,9 @@ class CountedCost(BaseModel):
 class CountedCosts(BaseModel):
     veca: CountedCost
     dense: CountedCost = Field(description="The DINOv3-shaped dense ViT of the same size.")
+    quality: float | None = Field(
+        description="Of the full setting's, in the quality-cost table of the weights; null: it has no such row."
+    )
 
 
 class MeasuredCost(BaseModel):
@@ -73,21 +84,61 @@ class MeasuredCosts(BaseModel):
     dense: MeasuredCost | None = Field(description="The dense ViT of timm; null where timm is not installed.")
 
 
+class ClassProbability(BaseModel):
+    name: str
+    probability: float
+
+
+class Classes(BaseModel):
+    classes: list[ClassProbability] = Field(description="The most probable first.")
+
+
+class Neighbour(BaseModel):
+    id: str
+    title: str
+    similarity: float = Field(description="Cosine of the global features.")
+
+
+class Neighbours(BaseModel):
+    neighbours: list[Neighbour] = Field(description="The nearest first, of the images embedded so far.")
+    embedded: int
+    total: int
+
+
+class ScalingLine(BaseModel):
+    cores: int | None = Field(description="The budget; null: the dense ViT of the same size.")
+    width: float | None
+    gflops: list[float] = Field(description="Of a square image of each size.")
+
+
+class Scaling(BaseModel):
+    sizes: list[int] = Field(description="Sides in pixels.")
+    lines: list[ScalingLine]
+    timed_sizes: list[int] = Field(description="Those that the page times.")
+    max_seconds: float = Field(description="The page times no size that is expected to take longer.")
+
+
+class ScalingTimes(BaseModel):
+    seconds: list[float | None] = Field(description="Of each line; null: the dense ViT where timm is not installed.")
+
+
 @dataclass(frozen=True)
 class ViewSetting:
     """What to look at: an image, a model, a budget, a resolution and a width."""
 
     picture: Annotated[str, Query(pattern=_ID, description="The id of an image.")]
-    model: Annotated[str, Query(max_length=256, description="One of those in /api/about.")]
+    model: ModelName
     cores: Annotated[int, Query(ge=1, le=256, description="The budget: one the model was trained at.")]
-    size: Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
+    size: Size
     width: Annotated[float, Query(gt=0, le=1, description="The width: one the model was trained at.")] = 1.0
 
 
 SettingQuery = Annotated[ViewSetting, Depends()]
+PictureQuery = Annotated[str, Query(alias="picture", pattern=_ID, description="The id of an image.")]
 ImageId = Annotated[str, Path(pattern=_ID, description="A sample's name, or the id an upload returned.")]
 MaxSide = Annotated[int, Query(ge=16, le=1024, description="Maximum of the long side in pixels.")]
 LayerNumber = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
+NeighbourCount = Annotated[int, Query(ge=1, le=48, description="Maximum number of neighbours.")]
 FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
 _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]

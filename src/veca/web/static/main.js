@@ -1,26 +1,33 @@
 // The page: one state, shown by the panes and kept in the address.
 
 import { RequestError, json, request } from "./api.js";
-import { drawFigure, setHeat } from "./draw.js";
-import { Pane } from "./pane.js";
+import { Scaling } from "./chart.js";
+import { drawFigure, setRamps } from "./draw.js";
+import { Pane, thumbnail } from "./pane.js";
 
 const $ = (id) => document.getElementById(id);
 const about = await json("api/about").catch((error) => {
   showError(error);
   return new Promise(() => {}); // without it there is nothing to show
 });
-setHeat(about.heat);
+setRamps(about);
 $("ramp").style.background = `linear-gradient(90deg, ${about.heat.join(", ")})`;
 
 const maxLayers = () => Math.max(...panes.map((pane) => pane.model.layers));
 const first = about.models[0];
-const shared = { picture: null, photo: null, opacity: 0.8, layer: Math.round(first.layers * 0.75), core: null, at: [0.5, 0.5], held: false };
+// What all panes share. `pictures` has that of each pane, null for that of the first; `source` is the pane pointed at.
+const shared = {
+  pictures: [null, null], photos: new Map(), panes: [], opacity: 0.8, smooth: true, foreground: false,
+  layer: Math.round(first.layers * 0.75), core: null, at: [0.5, 0.5], held: false, source: 0,
+};
+const second = about.models[1] ?? first;
 const settings = [
-  { model: first.name, cores: first.budgets.at(-1), width: 1, size: 512 },
-  { model: (about.models[1] ?? first).name, cores: (about.models[1] ?? first).budgets[about.models[1] ? about.models[1].budgets.length - 1 : 0], width: 1, size: 512 },
+  { model: first.name, cores: first.budgets.at(-1), width: 1, size: about.default_size },
+  { model: second.name, cores: second.budgets.at(second === first ? 0 : -1), width: 1, size: about.default_size },
 ];
 let compare = false;
 let panes = [];
+let target = null; // the pane that a chosen picture is for; null: all
 const files = new Map(); // uploads by id, to be sent again if the server has evicted them
 
 // Callbacks for user input in a pane.
@@ -33,15 +40,23 @@ const on = {
     showControls();
     updateAddress();
     refresh([pane]);
+    measureScaling();
   },
-  point(at, hold, byKeyboard = false) {
+  point(pane, at, hold, byKeyboard = false) {
     if (shared.held && !hold && !byKeyboard) return;
-    const same = shared.held && hold && panes[0].patch && String(patchOf(at)) === String(panes[0].patch);
-    shared.at = at;
+    const before = shared.held && hold && shared.source === pane.index && String(pane.pointed);
+    [shared.at, shared.source] = [at, pane.index];
+    const same = before && before === String(pane.pointed);
     shared.held = hold ? !same : shared.held && byKeyboard;
     draw();
-    if (hold || byKeyboard) $("spoken").textContent = panes[0].describe();
+    if (hold || byKeyboard) $("spoken").textContent = pane.describe();
     updateAddress();
+  },
+  open(pane, id) {
+    choose(id, compare ? pane.index : null);
+  },
+  scaling() {
+    for (const pane of panes) pane.drawCharts();
   },
   core(number) {
     shared.core = number;
@@ -49,11 +64,6 @@ const on = {
     draw();
     updateAddress();
   },
-};
-
-const patchOf = ([x, y]) => {
-  const [rows, columns] = panes[0].grid ?? [1, 1];
-  return [Math.floor(y * rows), Math.floor(x * columns)];
 };
 
 function showError(error) {
@@ -85,12 +95,12 @@ function draw() {
 }
 
 async function refresh(changed = panes) {
-  if (!shared.picture && pendingId) return choose(pendingId);
+  if (!shared.pictures[0] && pendingId) return choose(pendingId);
   try {
     await Promise.all(changed.map((pane) => pane.refresh()));
     showCore();
   } catch (error) {
-    const file = files.get(shared.picture.id);
+    const file = files.get(changed[0].picture?.id);
     if (error.status === 404 && file) return upload(file).catch(showError);
     for (const pane of changed) pane.element.setAttribute("aria-busy", "false");
     showError(error);
@@ -98,8 +108,8 @@ async function refresh(changed = panes) {
 }
 
 function showCore() {
-  const core = panes[0].core + 1;
-  const text = shared.core ? `${shared.core}` : panes[0].layer && shared.at ? `auto: ${core}` : "auto";
+  const pane = panes[shared.source] ?? panes[0];
+  const text = shared.core ? `${shared.core}` : pane.layer && shared.at ? `auto: ${pane.core + 1}` : "auto";
   $("core-value").textContent = text;
   $("core").setAttribute("aria-valuetext", shared.core ? `core ${shared.core}` : "the strongest of the patch");
 }
@@ -116,8 +126,11 @@ function showControls() {
   $("core").max = maxCores;
   $("core").value = shared.core ?? 0;
   showCore();
+  for (const name of ["smooth", "foreground"]) $(name).setAttribute("aria-pressed", String(shared[name]));
   $("compare").setAttribute("aria-pressed", String(compare));
   $("panes").classList.toggle("two", compare);
+  $("target").hidden = !compare;
+  for (const radio of $("target").querySelectorAll("input")) radio.checked = radio.value === String(target ?? "all");
   const random = [...new Set(panes.map((pane) => pane.model))].filter((model) => model.random).map(({ name }) => name);
   $("notice").hidden = !random.length;
   $("notice").textContent = random.length
@@ -127,9 +140,18 @@ function showControls() {
 
 function buildPanes() {
   panes = settings.slice(0, compare ? 2 : 1).map((setting, i) => panes[i] ?? new Pane(i, about, shared, setting, on));
+  shared.panes = panes;
+  if (!compare) [target, shared.source, shared.pictures[1]] = [null, 0, null];
   $("panes").replaceChildren(...panes.map((pane) => pane.element));
   for (const pane of panes) pane.showSettings();
   showControls();
+  markPictures();
+  measureScaling();
+}
+
+function measureScaling() {
+  for (const pane of panes) pane.scaling.changed(); // those of a new model exist from now on
+  Scaling.measure(panes.map(({ setting }) => setting.model));
 }
 
 // The state in the address: picture, settings and the held patch.
@@ -138,7 +160,7 @@ function updateAddress() {
   clearTimeout(updateAddress.timer);
   updateAddress.timer = setTimeout(() => {
     const params = new URLSearchParams();
-    if (shared.picture) params.set("picture", shared.picture.id);
+    shared.pictures.forEach((picture, i) => picture && params.set(`picture${i ? 2 : ""}`, picture.id));
     panes.forEach(({ setting }, i) => {
       for (const key of ["model", "cores", "size"]) params.set(key + (i ? 2 : ""), setting[key]);
       if (setting.width < 1) params.set(`width${i ? 2 : ""}`, setting.width);
@@ -146,6 +168,9 @@ function updateAddress() {
     params.set("layer", shared.layer);
     params.set("overlay", Math.round(100 * shared.opacity));
     if (shared.core) params.set("core", shared.core);
+    if (!shared.smooth) params.set("smooth", 0);
+    if (shared.foreground) params.set("foreground", 1);
+    if (shared.source && shared.held) params.set("source", shared.source + 1);
     if (shared.at && shared.held) params.set("at", shared.at.map((value) => value.toFixed(4)).join(","));
     history.replaceState(null, "", `#${params}`);
   }, 200);
@@ -168,38 +193,58 @@ function readAddress() {
   shared.layer = Math.max(1, whole("layer") ?? shared.layer);
   shared.opacity = Math.min(100, whole("overlay") ?? 100 * shared.opacity) / 100;
   shared.core = whole("core") || null;
+  shared.smooth = params.get("smooth") !== "0";
+  shared.foreground = params.get("foreground") === "1";
+  shared.source = compare && params.get("source") === "2" ? 1 : 0;
   const at = (params.get("at") ?? "").split(",").map(Number);
   if (at.length === 2 && at.every((value) => value >= 0 && value < 1)) [shared.at, shared.held] = [at, true];
-  return params.get("picture");
+  return [params.get("picture"), compare ? params.get("picture2") : null];
 }
 
 // Pictures.
 
+// The photos of the pictures shown, and of a few before.
+async function loadPhoto(id) {
+  if (!shared.photos.has(id)) {
+    shared.photos.set(id, await createImageBitmap(await (await request(`api/pictures/${id}`)).blob()));
+  }
+  for (const old of shared.photos.keys()) {
+    if (shared.photos.size > 6 && !panes.some(({ picture }) => picture?.id === old)) shared.photos.delete(old);
+  }
+}
+
 let lastTurn = 0;
-async function show(picture) {
+// Show a picture in one pane, or (null) in all.
+async function show(picture, pane = target) {
   const turn = ++lastTurn;
-  const previous = [shared.picture, shared.photo];
-  const loadPhoto = async () => createImageBitmap(await (await request(`api/pictures/${picture.id}`)).blob());
-  [shared.picture, shared.photo] = [picture, null]; // never draw a map over another picture
-  let photo;
+  const previous = shared.pictures;
+  shared.pictures = pane === null ? [picture, null] : previous.with(pane, picture);
+  if (pane === 0 && compare && !previous[1]) shared.pictures[1] = previous[0]; // the other pane keeps its picture
+  const changed = panes.filter(({ index }) => pane === null || pane === index);
   try {
-    [photo] = await Promise.all([loadPhoto(), ...panes.map((pane) => pane.refresh())]);
+    await Promise.all([loadPhoto(picture.id), ...changed.map((each) => each.refresh())]);
   } catch (error) {
-    if (turn === lastTurn) [shared.picture, shared.photo] = previous;
+    if (turn === lastTurn) shared.pictures = previous;
     throw error;
   }
   if (turn !== lastTurn) return;
-  shared.photo = photo;
-  for (const button of $("samples").children) button.setAttribute("aria-pressed", String(button.value === picture.id));
-  for (const pane of panes) pane.draw();
+  markPictures();
+  for (const each of panes) each.draw();
   showCore();
   performance.mark("veca-picture", { detail: picture.id });
   showStatus(picture.cut ? "The picture was cropped: its long side is at most twice its short side." : "", 8);
   updateAddress();
 }
 
+function markPictures() {
+  const shown = panes.filter(({ index }) => target === null || target === index).map(({ picture }) => picture?.id);
+  for (const button of document.querySelectorAll(".samples button")) {
+    button.setAttribute("aria-pressed", String(shown.includes(button.value)));
+  }
+}
+
 let pendingId = null; // the picture to show as soon as a setting works
-async function choose(id) {
+async function choose(id, pane = target) {
   pendingId = id;
   hideError();
   try {
@@ -207,23 +252,23 @@ async function choose(id) {
       if (error.status === 404 || error.status === 422) return null; // gone, or never an id
       throw error;
     });
-    if (picture) await show(picture);
-    else if (files.has(id)) await upload(files.get(id));
-    else await showInstead();
+    if (picture) await show(picture, pane);
+    else if (files.has(id)) await upload(files.get(id), pane);
+    else await showInstead(pane);
   } catch (error) {
     showError(error);
   }
 }
 
 // Links outlive uploads, which the server keeps in memory only.
-async function showInstead() {
+async function showInstead(pane) {
   const sample = about.samples[0];
   if (!sample) throw new RequestError(404, "The picture of this link is no longer on the server: choose another.");
-  await choose(sample.id);
+  await choose(sample.id, pane);
   showStatus("The picture of this link is no longer on the server: this is a sample instead.", 10);
 }
 
-async function upload(blob) {
+async function upload(blob, pane = target) {
   if (blob.size > about.most_bytes) {
     throw new RequestError(413, `The picture has ${blob.size.toLocaleString("en")} bytes; at most ${about.most_bytes.toLocaleString("en")} are taken.`);
   }
@@ -234,7 +279,7 @@ async function upload(blob) {
     files.set(picture.id, blob);
     if (files.size > 4) files.delete(files.keys().next().value);
     addThumbnail({ id: picture.id, title: blob.name || "Your picture" });
-    await show(picture);
+    await show(picture, pane);
   } finally {
     if ($("status").textContent.startsWith("Opening")) showStatus("");
   }
@@ -247,20 +292,17 @@ function openFile(blob) {
   upload(blob).catch(showError);
 }
 
-// A button for a picture; of the uploaded ones the last four stay.
-function addThumbnail({ id, title }) {
+// Of the uploaded pictures the last four stay.
+function addThumbnail(picture) {
   const buttons = [...$("samples").children];
-  if (buttons.some(({ value }) => value === id)) return;
-  const button = document.createElement("button");
-  Object.assign(button, { type: "button", value: id, title });
-  const image = new Image();
-  Object.assign(image, { src: `api/pictures/${id}?side=256`, alt: title });
-  button.append(image);
-  button.addEventListener("click", () => choose(id));
-  $("samples").append(button);
+  if (buttons.some(({ value }) => value === picture.id)) return;
+  $("samples").append(thumbnail(picture, () => choose(picture.id)));
   if (buttons.length >= about.samples.length + 4) buttons[about.samples.length].remove();
 }
 about.samples.forEach(addThumbnail);
+$("folder").hidden = !about.folder.length;
+$("folder-size").textContent = about.folder.length.toLocaleString("en");
+$("folder-pictures").append(...about.folder.map((picture) => thumbnail(picture, () => choose(picture.id))));
 
 $("file").addEventListener("change", () => {
   openFile($("file").files[0]);
@@ -297,6 +339,18 @@ $("layer").addEventListener("input", () => {
   updateAddress();
   refresh();
 });
+for (const name of ["smooth", "foreground"]) {
+  $(name).addEventListener("click", () => {
+    shared[name] = !shared[name];
+    showControls();
+    draw();
+    updateAddress();
+  });
+}
+$("target").addEventListener("change", (event) => {
+  target = event.target.value === "all" ? null : Number(event.target.value);
+  markPictures();
+});
 $("core").addEventListener("input", () => on.core(Number($("core").value) || null));
 $("compare").addEventListener("click", () => {
   compare = !compare;
@@ -315,11 +369,18 @@ addEventListener("resize", draw);
 new ResizeObserver(draw).observe($("panes"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("hashchange", () => {
-  const id = readAddress();
+  const ids = readAddress();
   buildPanes();
-  if (id && id !== shared.picture?.id) choose(id);
-  else refresh();
+  openPictures(ids);
 });
+
+// The pictures of a link: of the first pane, and of the second if it has one of its own.
+async function openPictures([id, other]) {
+  if (!other) shared.pictures[1] = null;
+  if (id && id !== shared.pictures[0]?.id) await choose(id, null);
+  else await refresh();
+  if (other && other !== shared.pictures[1]?.id) await choose(other, 1);
+}
 
 $("share").addEventListener("click", async () => {
   updateAddress();
@@ -334,12 +395,13 @@ $("share").addEventListener("click", async () => {
 
 $("figure").addEventListener("click", () => {
   if (!panes.every((pane) => pane.shown)) return;
-  const title = about.samples.find(({ id }) => id === shared.picture.id)?.title ?? "VECA";
+  const shown = [...new Set(panes.map(({ picture }) => picture.id))];
+  const title = shown.map((id) => about.samples.find((sample) => sample.id === id)?.title ?? "VECA").join("  ·  ");
   const canvas = drawFigure(panes.map((pane) => pane.summary), title, $("notice").textContent);
   canvas.toBlob((blob) => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(blob);
-    link.download = `veca-${shared.picture.id.slice(0, 12)}.png`;
+    link.download = `veca-${shown[0].slice(0, 12)}.png`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   });
@@ -347,8 +409,9 @@ $("figure").addEventListener("click", () => {
 
 const models = about.models.map(({ name, origin }) => (origin ? `${name} (${origin})` : name));
 $("about").textContent = `veca ${about.version}, ${models.join(", ")}, ${about.device}.`;
-const requestedId = readAddress();
+const [requestedId, ...others] = readAddress();
 buildPanes();
-if (requestedId || about.samples.length) await choose(requestedId ?? about.samples[0].id);
+const start = [...about.folder, ...about.samples][0];
+if (requestedId || start) await openPictures([requestedId ?? start.id, ...others]);
 else showStatus("Drop, paste or choose a picture.");
 document.documentElement.dataset.ready = "true";

@@ -1,22 +1,29 @@
 // One pane: a picture at one budget, resolution and model, its maps and its costs.
 
 import { LatestRequest, cached, json, load } from "./api.js";
+import { Scaling, drawChart, number, sizeAt, time } from "./chart.js";
 import { drawBars, drawFrame, drawPath, fitCanvas, paint, pathScale, similarity, tiles } from "./draw.js";
 
 const MEASURE_AFTER = 500; // ms without a change
+const SLOW = 0.4; // s: where a view is expected to take longer, a smaller one is shown first
 
-const number = (value, digits = 3) => {
-  const rounded = Number(value.toPrecision(digits));
-  return rounded.toLocaleString("en", { maximumFractionDigits: 2, minimumFractionDigits: rounded < 10 ? 1 : 0 });
-};
-const time = (seconds) => (seconds < 1 ? `${number(1000 * seconds)} ms` : `${number(seconds)} s`);
+// A button with a picture on it.
+export function thumbnail({ id, title }, open) {
+  const [button, image] = [document.createElement("button"), new Image()];
+  Object.assign(button, { type: "button", value: id, title });
+  Object.assign(image, { loading: "lazy", src: `api/pictures/${id}?side=256`, alt: title });
+  image.addEventListener("error", () => button.remove()); // it cannot be read
+  button.append(image);
+  button.addEventListener("click", open);
+  return button;
+}
 
 export class Pane {
   // `shared` is the state of all panes, `setting` that of this one; `on` has the callbacks for user input.
   constructor(index, about, shared, setting, on) {
     Object.assign(this, { index, about, shared, setting, on });
     this.id = `${Math.random().toString(36).slice(2)}-${index}`;
-    this.requests = { view: new LatestRequest(), counts: new LatestRequest(), measures: new LatestRequest() };
+    this.requests = Object.fromEntries(["view", "counts", "measures", "classes", "neighbours"].map((name) => [name, new LatestRequest()]));
     this.element = document.getElementById("pane").content.firstElementChild.cloneNode(true);
     this.element.setAttribute("aria-label", `Pane ${index + 1}`);
     const find = (selector) => this.element.querySelector(selector);
@@ -32,13 +39,53 @@ export class Pane {
     return this.about.models.find(({ name }) => name === this.setting.model);
   }
 
+  get scaling() {
+    return Scaling.of(this.setting.model, this.on.scaling);
+  }
+
+  // The second pane shows the picture of the first, unless it has one of its own.
+  get picture() {
+    return this.shared.pictures[this.index] ?? this.shared.pictures[0];
+  }
+
+  get photo() {
+    return this.shared.photos.get(this.picture?.id);
+  }
+
   get query() {
-    const { model, cores, width, size } = this.setting;
-    return new URLSearchParams({ picture: this.shared.picture.id, model, cores, width, size }).toString();
+    return this.#queryAt(this.setting.size);
+  }
+
+  #queryAt(size) {
+    const { model, cores, width } = this.setting;
+    return new URLSearchParams({ picture: this.picture.id, model, cores, width, size }).toString();
   }
 
   get grid() {
     return this.view?.colours.shape.slice(0, 2);
+  }
+
+  // The pane whose patch is looked for in this one: the one pointed at, if it shows another picture.
+  get #asking() {
+    const pointed = this.shared.panes[this.shared.source];
+    return pointed && pointed !== this && pointed.picture !== this.picture && pointed.picture.id !== this.picture.id ? pointed : null;
+  }
+
+  // Similarity to the patch that is pointed at, in this pane or in the one that asks; null: there is none to compare with.
+  get similar() {
+    const asking = this.#asking;
+    const from = asking ?? this;
+    const at = from.pointed;
+    if (!at || !from.view || !this.view || from.setting.model !== this.setting.model) return null;
+    const width = from.view.features.shape[2];
+    if (this.view.features.shape[2] !== width) return null; // its model has just been changed
+    const start = (at[0] * from.grid[1] + at[1]) * width;
+    const key = [from.view, this.view, start];
+    if (!this.compared?.key.every((part, i) => part === key[i])) {
+      const feature = from.view.features.data.subarray(start, start + width);
+      this.compared = { key, ...similarity(this.view.features, feature, asking ? -1 : start / width) };
+    }
+    return this.compared;
   }
 
   #bindControls() {
@@ -66,9 +113,9 @@ export class Pane {
     };
     for (const element of this.frames) {
       element.addEventListener("pointermove", (event) => {
-        if (event.pointerType === "mouse") this.on.point(at(event, element), false);
+        if (event.pointerType === "mouse") this.on.point(this, at(event, element), false);
       });
-      element.addEventListener("click", (event) => this.on.point(at(event, element), true));
+      element.addEventListener("click", (event) => this.on.point(this, at(event, element), true));
     }
     this.frames[0].addEventListener("keydown", (event) => this.#handleKey(event));
     const core = (event) => Math.floor(at(event, this.bars)[0] * this.setting.cores) + 1;
@@ -76,6 +123,9 @@ export class Pane {
     this.bars.addEventListener("pointermove", (event) => {
       this.bars.title = `core ${core(event)}: ${this.#share(core(event) - 1)}`;
     });
+    for (const svg of this.element.querySelectorAll(".charts svg")) {
+      svg.addEventListener("click", (event) => this.on.set(this, { size: sizeAt(svg, event, this.about.sizes) }));
+    }
   }
 
   #handleKey(event) {
@@ -91,18 +141,25 @@ export class Pane {
     else if (event.key !== "Enter" && event.key !== " ") return;
     event.preventDefault();
     const hold = event.key === "Enter" || event.key === " ";
-    this.on.point([(column + 0.5) / columns, (row + 0.5) / rows], hold, true);
+    this.on.point(this, [(column + 0.5) / columns, (row + 0.5) / rows], hold, true);
   }
 
   // [row, column] under the cursor.
-  get patch() {
+  get pointed() {
     const [rows, columns] = this.grid ?? [];
     return this.shared.at && rows ? [Math.floor(this.shared.at[1] * rows), Math.floor(this.shared.at[0] * columns)] : null;
   }
 
+  // [row, column] of the patch that is shown: under the cursor, or the best match of the one in the pane that asks.
+  get patch() {
+    if (!this.#asking) return this.pointed;
+    const found = this.similar;
+    return found ? [Math.floor(found.best / this.grid[1]), found.best % this.grid[1]] : null;
+  }
+
   // The index of the core that is shown: the chosen one, or the one the patch listens to most.
   get core() {
-    if (this.shared.core) return Math.min(this.shared.core, this.setting.cores) - 1;
+    if (this.shared.core) return Math.min(this.shared.core, this.shown?.cores ?? this.setting.cores) - 1;
     const shares = this.#shares();
     return shares ? shares.indexOf(Math.max(...shares)) : 0;
   }
@@ -138,39 +195,118 @@ export class Pane {
     set(this.choice.size, this.about.sizes, size, `${size} px`);
     for (const form of ["safetensors", "npz"]) {
       const link = this.find(`.downloads .${form}`);
-      if (this.shared.picture) link.href = `api/features?${this.query}&format=${form}`;
+      if (this.picture) link.href = `api/features?${this.query}&format=${form}`;
     }
   }
 
   // Request what the setting needs and show it; what is cached is shown at once.
   async refresh() {
     this.showSettings();
-    if (!this.shared.picture) return;
-    const layer = Math.min(this.shared.layer, this.model.layers);
-    const [view, one] = [`api/view?${this.query}`, `api/layer?${this.query}&layer=${layer}`];
+    if (!this.picture) return;
     this.#showCosts();
     this.element.setAttribute("aria-busy", "true");
-    const options = (signal) => ({ signal, headers: { "X-Veca-Pane": this.id } });
-    let tensors = [cached(view), cached(one)];
+    const { size } = this.setting;
+    const layer = Math.min(this.shared.layer, this.model.layers);
+    const paths = (query) => [`api/view?${query}`, `api/layer?${query}&layer=${layer}`];
+    const wanted = paths(this.query);
+    let tensors = wanted.map(cached);
     if (tensors.every(Boolean)) this.requests.view.abort();
-    else tensors = await this.requests.view.run((signal) => Promise.all([view, one].map((path) => load(path, options(signal)))));
+    else {
+      const preview = this.#previewSize();
+      tensors = await this.requests.view.run(async (signal) => {
+        const headers = { "X-Veca-Pane": this.id };
+        const loadAll = (all) => Promise.all(all.map((path) => load(path, { signal, headers })));
+        if (preview) this.#show(await loadAll(paths(this.#queryAt(preview))), layer, preview);
+        return loadAll(wanted);
+      });
+    }
     if (!tensors) return;
-    [this.view, this.layer] = tensors;
-    this.pathScale = pathScale(this.view.places);
-    const [rows, columns] = this.grid;
-    this.overlay = tiles(this.view.colours.data, rows, columns);
+    this.#show(tensors, layer, size);
     this.element.setAttribute("aria-busy", "false");
-    this.shown = { ...this.setting, layer };
-    this.draw();
-    this.element.dataset.shown = `${this.shared.picture.id} ${this.setting.cores} ${this.setting.size} ${layer}`;
+    this.#showClasses();
+    this.#showNeighbours();
+    this.element.dataset.shown = `${this.picture.id} ${this.setting.cores} ${size} ${layer}`;
     if (this.setting.width < 1) this.element.dataset.shown += ` ${this.setting.width}`;
     performance.mark("veca-shown", { detail: this.element.dataset.shown });
   }
 
-  #setCells(column, values) {
-    const texts = values ?? ["", ""];
-    ["veca", "dense"].forEach((row, i) => {
-      this.element.querySelector(`.numbers .${row}`).cells[column].textContent = texts[i];
+  // The largest size that is expected to come soon, where the one asked for is not; null: no preview.
+  #previewSize() {
+    const expect = (size) => this.scaling.expectPass(size);
+    if (!(expect(this.setting.size) > SLOW)) return null;
+    return this.about.sizes.filter((size) => size < this.setting.size && expect(size) < SLOW / 2).at(-1) ?? this.about.sizes[0];
+  }
+
+  #show([view, layerMaps], layer, size) {
+    [this.view, this.layer] = [view, layerMaps];
+    this.pathScale = pathScale(view.places);
+    this.overlay = null;
+    this.shown = { ...this.setting, layer, size };
+    this.draw();
+    if (size !== this.setting.size) performance.mark("veca-preview");
+  }
+
+  // Drawn anew where colours, smoothness or mask have changed.
+  #features() {
+    const { smooth, foreground } = this.shared;
+    const key = `${smooth} ${foreground}`;
+    if (this.overlay?.key !== key) {
+      const mask = foreground ? this.view.foreground.data : null;
+      this.overlay = { key, canvas: tiles(this.view.colours.data, ...this.grid, { smooth, mask }) };
+    }
+    return this.overlay.canvas;
+  }
+
+  async #showClasses() {
+    const box = this.find(".classes");
+    box.hidden = !this.model.classes;
+    if (!this.model.classes) return;
+    const headers = { "X-Veca-Pane": `${this.id}-classes` };
+    const found = await this.requests.classes.run((signal) => json(`api/classes?${this.query}`, { signal, headers })).catch(() => null);
+    if (!found) return;
+    const items = found.classes.map(({ name, probability }) => {
+      const item = document.createElement("li");
+      const [bar, label, value] = ["meter", "span", "span"].map((kind) => document.createElement(kind));
+      Object.assign(bar, { value: probability, ariaLabel: name });
+      [label.textContent, label.title, value.textContent] = [name, name, `${number(100 * probability, 2)} %`];
+      item.append(label, bar, value);
+      return item;
+    });
+    box.querySelector("ol").replaceChildren(...items);
+  }
+
+  // Again until all pictures of the folder are embedded.
+  async #showNeighbours() {
+    clearTimeout(this.neighbourTimer);
+    const box = this.find(".neighbours");
+    box.hidden = !this.about.folder.length;
+    if (box.hidden) return;
+    const headers = { "X-Veca-Pane": this.id };
+    const query = new URLSearchParams({ picture: this.picture.id, model: this.setting.model, count: 6 });
+    const found = await this.requests.neighbours.run((signal) => json(`api/neighbours?${query}`, { signal, headers })).catch(() => null);
+    if (!found) return;
+    const { neighbours, embedded, total } = found;
+    box.querySelector("h3 span").textContent = embedded < total ? `${embedded} of ${total} embedded` : "by global feature";
+    const strip = box.querySelector(".strip");
+    const ids = neighbours.map(({ id }) => id).join();
+    if (strip.dataset.ids !== ids) {
+      strip.dataset.ids = ids;
+      strip.replaceChildren(...neighbours.map(({ id, title, similarity: cosine }) => {
+        const button = thumbnail({ id, title: `${title}, cosine ${cosine.toFixed(2)}` }, () => this.on.open(this, id));
+        const label = document.createElement("span");
+        label.textContent = cosine.toFixed(2).replace("-", "−");
+        button.append(label);
+        return button;
+      }));
+    }
+    if (embedded < total) this.neighbourTimer = setTimeout(() => this.#showNeighbours(), 2000);
+  }
+
+  // Texts of VECA and the dense ViT in a column of the table, and how many times as large the second is.
+  #setCells(column, values, ratio = NaN) {
+    const texts = [...(values ?? ["", ""]), Number.isFinite(ratio) ? `${number(ratio, 2)} ×` : ""];
+    ["veca", "dense", "ratio"].forEach((row, i) => {
+      this.find(`.numbers .${row}`).cells[column].textContent = texts[i];
     });
   }
 
@@ -184,8 +320,11 @@ export class Pane {
       const counts = await this.requests.counts.run((signal) => json(`api/counts?${query}`, { signal }));
       if (!counts) return;
       const both = [counts.veca, counts.dense];
-      this.#setCells(2, both.map(({ gflops }) => number(gflops)));
-      this.#setCells(4, both.map(({ tokens }) => tokens.toLocaleString("en")));
+      const ratio = (name) => both[1][name] / both[0][name];
+      this.#setCells(2, both.map(({ gflops }) => number(gflops)), ratio("gflops"));
+      this.#setCells(4, both.map(({ tokens }) => tokens.toLocaleString("en")), ratio("tokens"));
+      for (const row of this.find(".numbers").rows) row.cells[5].hidden = counts.quality === null;
+      this.#setCells(5, [counts.quality === null ? "" : `${number(100 * counts.quality)} %`, ""]);
     } catch {
       this.#setCells(2);
       this.#setCells(4);
@@ -198,45 +337,83 @@ export class Pane {
       const costs = await this.requests.measures.run((signal) => json(`api/measures?${query}`, { signal, headers }));
       if (!costs || query !== this.query) return;
       const both = [costs.veca, costs.dense]; // without timm the dense ViT is counted, not measured
-      this.#setCells(1, both.map((cost) => (cost ? time(cost.seconds) : "needs timm")));
-      this.#setCells(3, both.map((cost) => (cost ? `${number(cost.mebibytes, 2)} MiB` : "needs timm")));
+      const ratio = (name) => both[1]?.[name] / both[0][name];
+      this.#setCells(1, both.map((cost) => (cost ? time(cost.seconds) : "needs timm")), ratio("seconds"));
+      this.#setCells(3, both.map((cost) => (cost ? `${number(cost.mebibytes, 2)} MiB` : "needs timm")), ratio("mebibytes"));
     } catch {
       this.#setCells(1);
       this.#setCells(3);
     }
   }
 
+  // Drawn anew where anything has changed: the cursor moves more often.
+  drawCharts() {
+    const { scaling } = this;
+    const known = [scaling.model, scaling.measuring, Boolean(scaling.counted), scaling.seconds.size];
+    const key = [...known, this.setting.size, this.find(".charts").clientWidth].join();
+    if (this.charted === key) return;
+    this.charted = key;
+    const [seconds, flops] = ["seconds", "flops"].map((kind) => scaling.lines(kind));
+    const [timed, counted] = this.element.querySelectorAll(".charts svg");
+    const waiting = scaling.measuring ? " – measuring …" : "";
+    drawChart(timed, `Time, ms${waiting}`, seconds, this.setting.size, true);
+    drawChart(counted, "GFLOPs", flops, this.setting.size, false);
+    const keys = flops.map(({ name, kind }) => {
+      const [entry, key] = ["span", "i"].map((tag) => document.createElement(tag));
+      key.className = `key ${kind}`;
+      entry.append(key, name);
+      return entry;
+    });
+    const last = [...scaling.seconds.keys()].at(-1);
+    const note = scaling.limited ? `timed up to ${last} px` : "resolution in px";
+    this.find(".keys-of-lines").replaceChildren(...keys, note);
+  }
+
   draw() {
-    if (!this.view || !this.shared.photo) return;
-    const { photo, opacity, held } = this.shared;
+    this.drawCharts();
+    if (!this.view || this.view.about.picture !== this.picture.id || !this.photo) return;
+    const { photo, patch, core } = this;
+    const { opacity, held, smooth, foreground } = this.shared;
     const aspect = photo.width / photo.height;
     const [rows, columns] = this.grid;
-    const { patch, core } = this;
     const contexts = Object.fromEntries(Object.entries(this.canvases).map(([kind, canvas]) => [kind, fitCanvas(canvas, aspect)]));
-    paint(contexts.features, photo, this.overlay, opacity);
-    if (patch) {
-      const cosines = similarity(this.view.features, patch[0] * columns + patch[1]);
-      paint(contexts.similar, photo, tiles(cosines.levels, rows, columns), opacity, 0.35);
-      this.#caption("similar", `${cosines.low.toFixed(2)} to ${cosines.high.toFixed(2)}`.replaceAll("-", "−"), "cosine similarity to the patch");
-    } else {
-      paint(contexts.similar, photo, null, 0, 0.35);
-      this.#caption("similar", "point at one", "no patch is chosen");
-    }
+    paint(contexts.features, photo, this.#features(), { opacity, smooth, dim: foreground ? 0.6 : 0 });
+    this.#drawSimilar(contexts.similar);
     const cells = rows * columns;
     const map = this.layer.maps.data.subarray(core * cells, (core + 1) * cells);
-    paint(contexts.looks, photo, tiles(map, rows, columns), opacity, 0.35);
-    drawPath(contexts.looks, this.view.places, core, this.shown.layer, this.pathScale);
+    paint(contexts.looks, photo, tiles(map, rows, columns, { most: 255, smooth }), { opacity, smooth, dim: 0.35 });
+    const bank = this.model.budgets.at(-1);
+    drawPath(contexts.looks, this.view.places, core, bank, this.shown.layer, this.pathScale);
     if (patch) for (const context of Object.values(contexts)) drawFrame(context, ...patch, rows, columns, held);
     const peak = this.layer.ranges.data[3 * core + 2];
     const longer = this.pathScale > 1 ? `, path × ${this.pathScale}` : ""; // drawn longer by this factor
     this.find(".looks b").textContent = `Where core ${core + 1} looks`;
     this.#caption("looks", `peak ${number(peak, 2)} × even${longer}`.replaceAll(" × ", "\u00a0×\u00a0"), `attention of core ${core + 1} over the picture`);
-    this.find(".features figcaption span").textContent = `${columns} × ${rows} patches: like colours are like features`;
+    const preview = this.shown.size !== this.setting.size;
+    this.find(".features figcaption span").textContent = preview
+      ? `preview at ${this.shown.size} px; ${this.setting.size} px follows`
+      : `${columns} × ${rows} patches: like colours are like features`;
     this.frames[0].setAttribute("aria-label", this.#label());
     const shares = this.#shares();
-    drawBars(this.bars, shares ?? new Uint8Array(this.setting.cores), core);
+    drawBars(this.bars, shares ?? new Uint8Array(this.shown.cores), core, bank);
     this.find(".listens span").textContent = shares ? this.#strongest().map((c) => `${c + 1} (${this.#share(c)})`).join(", ") : "";
     this.bars.setAttribute("aria-label", this.describe());
+  }
+
+  #drawSimilar(context) {
+    const { opacity, smooth } = this.shared;
+    const { similar } = this;
+    const overlay = similar && tiles(similar.levels, ...this.grid, { smooth });
+    paint(context, this.photo, overlay, { opacity, smooth, dim: 0.35 });
+    const asked = this.#asking;
+    this.find(".similar b").textContent = asked ? "Best match" : "Similar to this patch";
+    if (!similar) {
+      this.#caption("similar", asked?.pointed ? "other models' features differ" : "point at one", "no patch is chosen");
+      return;
+    }
+    const [low, high] = [similar.low, similar.high].map((value) => value.toFixed(2).replace("-", "−"));
+    if (asked) this.#caption("similar", `cosine ${high}`, "cosine similarity to the patch in the other pane, at its best match");
+    else this.#caption("similar", `${low} to ${high}`, "cosine similarity to the patch");
   }
 
   #caption(kind, text, label) {
@@ -272,7 +449,7 @@ export class Pane {
     const costs = pairs.filter(([, veca]) => veca && veca !== "…").map(([what, veca, dense]) => `${what} ${veca} (dense ViT ${dense})`);
     const text = (kind, part) => this.find(`.${kind} figcaption ${part}`).textContent;
     return {
-      aspect: this.shared.photo.width / this.shared.photo.height,
+      aspect: this.photo.width / this.photo.height,
       title: `${this.setting.model}, ${this.setting.cores} cores${this.#width().replace(/,$/, "")}, ${this.setting.size} px, layer ${this.shown.layer}`,
       costs: costs.join("  ·  "),
       maps: Object.entries(this.canvases).map(([kind, canvas]) => ({ canvas, label: text(kind, "b"), text: text(kind, "span") })),
