@@ -165,8 +165,10 @@ def test_the_command_says_how_many_images_were_shrunk(tmp_path, model):
     assert f"Made the folder {tmp_path / 'new'}\n" in result.output
     assert "1 image had more than the 20 patches allowed and was shrunk; --max-patches sets the limit" in result.output
     result = CliRunner().invoke(app, [*command, "--size", "64"])
-    assert "1 image of 1 larger than 64 px: the model is shown 64×64, the sides cut off; --fit native" in result.output
+    assert "saw the central square of each image, at 64×64; 1 of 1 was larger. --fit keep or native" in result.output
     assert "Made the folder" not in result.output
+    result = CliRunner().invoke(app, [*command, "--size", "64", "--fit", "keep"])
+    assert "1 image of 1 larger than 64 px: the model saw a short side of 64; a larger --size" in result.output
 
 
 def test_the_table_says_what_it_holds(photos, tmp_path, model):

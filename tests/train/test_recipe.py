@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 from typer.testing import CliRunner
 
 import veca
@@ -160,8 +161,10 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, messag
 
 def test_a_wrong_name_shows_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("batch: 64\n")
-    with pytest.raises(RecipeError, match=r"smal.yaml: no such recipe .did you mean 'small'.*: small.yaml"):
+    with pytest.raises(RecipeError, match=r"smal.yaml: no such recipe .did you mean 'small.yaml'.*: small.yaml"):
         load_recipe(tmp_path / "smal.yaml")
+    with pytest.raises(RecipeError, match=rf"small: no such recipe .did you mean '{tmp_path}/small.yaml'"):
+        load_recipe(tmp_path / "small")
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "nowhere" / "smal.yaml")
 
@@ -185,4 +188,9 @@ def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path, monkeypatch: p
     result = CliRunner().invoke(app, ["distill", str(quick), "--set", "data.train=nowhere", "--device", "cpu"])
     assert "'nowhere': no such file" in str(result.exception)
     assert not list(tmp_path.iterdir())
+    Image.new("RGB", (64, 64)).save(tmp_path / "7.png")
+    unknown = ["--set", "data.train=7.png", "--set", "teacher.name=timm:resnet"]
+    result = CliRunner().invoke(app, ["distill", str(quick), *unknown, "--device", "cpu"])
+    assert "resnet" in str(result.exception)
+    assert [each.name for each in tmp_path.iterdir()] == ["7.png"]
     assert "quick.yaml" in str(CliRunner().invoke(app, ["distill"]).exception)

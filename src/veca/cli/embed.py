@@ -89,8 +89,8 @@ def _run_embed(
         out.print(
             f"{report.how}. Images/s of each stage: {rates}; {report.bottleneck} is the bottleneck", soft_wrap=True
         )
-    if report.shrunk:
-        out.print(_describe_shrunk(report, values["size"], values["fit"]), soft_wrap=True)
+    if loss := _describe_loss(report, values["size"], values["fit"]):
+        out.print(loss, soft_wrap=True)
     if report.streamed:
         large = f"{report.streamed:,} large image{'s' * (report.streamed != 1)}"
         out.print(f"{large} computed by tiles: {str(report.out).rstrip('/')}.large", soft_wrap=True)
@@ -99,17 +99,22 @@ def _run_embed(
         raise typer.Exit(3)
 
 
-def _describe_shrunk(report: EmbedReport, size: int, fit: Fit) -> str:
-    """What became of images that were larger than what the model is shown, and how to show it more."""
+def _describe_loss(report: EmbedReport, size: int, fit: Fit) -> str:
+    """What the model was not shown of the images, and how to show it more; empty if it saw everything."""
     many = report.shrunk != 1
     images = f"{report.shrunk:,} image{'s' * many}"
+    if fit == "crop" and report.pictures:
+        larger = f"{report.shrunk:,} of {report.pictures:,} {'were' if many else 'was'} larger"
+        rule = f"Cropped: the model saw the central square of each image, at {size}×{size}; {larger}"
+        return f"{rule}. --fit keep or native shows whole images"
+    if not report.shrunk:
+        return ""
     if fit == "native":
         were = f"and {'were' if many else 'was'} shrunk; --max-patches sets the limit"
         return f"{images} had more than the {report.max_patches:,} patches allowed {were}"
-    seen = {"crop": f"{size}×{size}, the sides cut off", "stretch": f"{size}×{size}, the aspect ratio lost"}
-    kept = "a larger --size shows more" if fit in ("keep", "pad") else "--fit native shows the whole image"
-    shown = seen.get(fit, f"a short side of {size}")
-    return f"{images} of {report.pictures:,} larger than {size} px: the model is shown {shown}; {kept}"
+    shown = f"{size}×{size}, the aspect ratio lost" if fit == "stretch" else f"a short side of {size}"
+    more = "--fit native keeps it" if fit == "stretch" else "a larger --size shows more"
+    return f"{images} of {report.pictures:,} larger than {size} px: the model saw {shown}; {more}"
 
 
 embed_command = with_settings(_run_embed, SETTINGS_OPTIONS, EmbedSettings)

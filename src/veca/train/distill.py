@@ -101,15 +101,17 @@ class Distillation(RunEngine):
         super().__init__(folder, world, restart, say)
         facts: Mapping[str, Any] = self.checkpoint.facts if self.checkpoint else {}
         _check_recipe(recipe, folder, facts)  # before anything large is loaded
-        self.recipe, (self.images, self.validation) = recipe, _find_images(recipe, folder, world)
-        for images in filter(None, (self.images, self.validation)):
-            self.notices += images.describe_problems()
+        self.recipe = recipe
         self.teacher = make_teacher(recipe).to(world.device)
         teacher_losses(recipe, self.teacher)  # refused here, if a teacher lacks what they need
         self.model = make_student(recipe, self.teacher).to(world.device)
         self.runner = TeacherRunner(self.teacher, recipe, world, self.model.config.patch_size)
         if recipe.data.aspect is not None:
             self.runner.check_rectangles(recipe.data.aspect)
+        # After all that may refuse the recipe: the index of many images takes long, and is a file in the folder.
+        self.images, self.validation = _find_images(recipe, folder, world)
+        for images in filter(None, (self.images, self.validation)):
+            self.notices += images.describe_problems()
         if recipe.model.elastic is not None and not self.checkpoint:
             calibrate(self.model, self.runner, self.images)
         # Its kernels go before those of the teacher, which fill the gaps.

@@ -402,7 +402,8 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         names = list_recipes(path.parent)
-        close = did_you_mean(path.stem, [name.stem for name in names])
+        same = [f" (did you mean '{name}'?)" for name in names if name.stem == path.stem]
+        close = same[0] if same else did_you_mean(path.name, [name.name for name in names])
         raise RecipeError(f"{path}: no such recipe{close}. {describe_recipes(names)}") from error
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from error
