@@ -1,6 +1,7 @@
 """Console output and progress bars, safe for untrusted text: no markup, control characters escaped."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
+        # In a notebook lines as in a file: as HTML, each would be an output of its own, and bars would need ipywidgets.
+        # Its kernel sets FORCE_COLOR, by which rich takes it for a terminal.
+        options = {"force_jupyter": False} | ({"force_terminal": False} if "ipykernel" in sys.modules else {}) | options
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
