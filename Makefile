@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-c
 # Tests that fork: run apart from the others, in processes where nothing was compiled before.
 FORKING := tests/train/test_distill.py tests/train/test_distill_mixed.py tests/train/test_resume.py tests/train/test_finetune_processes.py tests/utils/test_signals.py
 
-.PHONY: demo explore test coverage lint bench docs gallery clean
+.PHONY: demo explore test coverage lint bench docs gallery notebooks clean
 
 demo: .venv/viz.stamp
 	$(BIN)/veca demo
@@ -38,6 +38,10 @@ docs: .venv/docs.stamp
 gallery: .venv/dev.stamp
 	$(BIN)/python docs/gallery.py
 	$(BIN)/veca bench explorer shot --out docs/images/explorer.png
+
+# Runs the notebooks of the documentation and saves their outputs in them; takes minutes, on a machine with nothing else to do.
+notebooks: .venv/dev.stamp
+	$(BIN)/python tools/notebooks.py
 
 bench: .venv/bench.stamp
 	$(BIN)/veca bench model --out build/bench/model

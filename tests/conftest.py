@@ -29,6 +29,8 @@ LONGEST = (
     "kernels",
     "images",
     "explore_browser",
+    "notebooks",
+    "newcomer",
     "web",
     "bench",
     "embed",

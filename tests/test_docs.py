@@ -56,7 +56,7 @@ COMMANDS = dict(_commands(typer.main.get_command(app)))
 OPTIONS = {name: {o for p in each.params for o in (*p.opts, *p.secondary_opts)} for name, each in COMMANDS.items()}
 
 
-def _anchors(page: Path) -> set[str]:
+def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -66,7 +66,7 @@ def test_links_of_the_docs_have_targets(page: Path) -> None:
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link
-        assert not anchor or anchor in _anchors(target), f"{link}#{anchor}"
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
 @pytest.mark.parametrize(
