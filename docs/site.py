@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages of notebooks and from outside this folder, links that lead out of it, doctest examples as code."""
+"""MkDocs hooks: pages of notebooks and from outside this folder, links out of it, doctest examples shown as code."""
 
 from __future__ import annotations
 

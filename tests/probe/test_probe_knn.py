@@ -73,7 +73,8 @@ def test_the_same_twice_and_whatever_the_length_of_features() -> None:
 def test_errors_say_what_to_do() -> None:
     train, labels = clusters(5, 1)
     with pytest.raises(
-        ValueError, match="k is 10; it must be between 1 and the number of training features, which is 5"
+        ValueError,
+        match="k is 10; it must be between 1 and the number of training features, which is 5: name a smaller k",
     ):
         knn_accuracy((train, labels), (train, labels), (10,))
     with pytest.raises(ValueError, match="not finite"):

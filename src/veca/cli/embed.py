@@ -104,8 +104,8 @@ def _describe_loss(report: EmbedReport, size: int, fit: Fit) -> str:
     many = report.shrunk != 1
     images = f"{report.shrunk:,} image{'s' * many}"
     if fit == "crop" and report.pictures:
-        larger = f"{report.shrunk:,} of {report.pictures:,} {'were' if many else 'was'} larger"
-        rule = f"Cropped: the model saw the central square of each image, at {size}×{size}; {larger}"
+        larger = f"; {report.shrunk:,} of {report.pictures:,} {'were' if many else 'was'} larger" * bool(report.shrunk)
+        rule = f"Cropped: the model saw the central square of each image, at {size}×{size}{larger}"
         return f"{rule}. --fit keep or native shows whole images"
     if not report.shrunk:
         return ""

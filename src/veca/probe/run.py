@@ -263,7 +263,7 @@ def neighbours(train: Tensor, queries: Tensor, k: int, device: torch.device | st
     """
     if not 1 <= k <= len(train):
         rule = "it must be between 1 and the number of training features"
-        raise ArgumentError(f"k is {k}; {rule}, which is {len(train)}")
+        raise ArgumentError(f"k is {k}; {rule}, which is {len(train)}: name a smaller k")
     rows = min(4096, len(train))
     cosines, indices = [], []
     for chunk in queries.split(max(1, MAX_SIMILARITIES // rows)):
