@@ -1,4 +1,4 @@
-"""The README from top to bottom, as a new user; with `VECA_TEST_FRESH=1` also in an environment installed as it says."""
+"""The README from top to bottom, as a new user; VECA_TEST_FRESH=1 also runs it in an environment of its own."""
 
 from __future__ import annotations
 
