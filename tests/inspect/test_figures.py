@@ -67,6 +67,14 @@ def photos(folder):
     return [folder / "wide $x_1$.png", folder / "b.png"]
 
 
+def test_the_command_shows_what_it_is_at(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    command = ["figure", "features", str(folder / "b.png"), "--model", str(folder / "model"), "--size", "64"]
+    result = run(app, [*command, "--out", str(tmp_path / "f.png")])
+    assert result.exit_code == 0, result.output
+    assert "features: writing" in result.stderr
+
+
 def panels(figure):
     """The panels by their rows; colour bars left out."""
     rows = {}
