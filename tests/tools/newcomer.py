@@ -30,7 +30,7 @@ EXPLORE = "veca explore"
 
 
 class Step(NamedTuple):
-    """A command for the shell, or all examples in Python together."""
+    """A command for the shell, or an example in Python."""
 
     command: str
     python: bool = False
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        return "examples in Python" if self.python else self.command
+        return "example in Python" if self.python else self.command
 
     def run(self, folder: Path, environment: Mapping[str, str]) -> float:
         """Run in `folder`, and return the seconds it took; an error is raised with what it printed."""
@@ -55,20 +55,18 @@ class Step(NamedTuple):
 
 
 def read_steps(page: Path = ROOT / "README.md") -> list[Step]:
-    """The steps in the code blocks of a page. Examples in Python are one step, at the place of the first."""
-    steps, examples = list[Step](), list[str]()
+    """The steps in the code blocks of a page: each line of the shell, each example in Python."""
+    steps = list[Step]()
     for language, block in re.findall(r"```(sh|python)\n(.*?)```", page.read_text(), re.DOTALL):
         if language == "python":
-            if not examples:
-                steps.append(Step("", python=True))
-            examples.append(block)
+            steps.append(Step(block, python=True))
             continue
         for line in block.splitlines():
             command, _, comment = line.partition("#")
             stated = re.search(r"(\d+) (s|min) on two cores", comment)
             limit = int(stated[1]) * {"s": 1, "min": 60}[stated[2]] if stated else None
             steps.append(Step(command.strip(), limit=limit))
-    return [step._replace(command="\n".join(examples)) if step.python else step for step in steps]
+    return steps
 
 
 def make_belongings(folder: Path) -> None:
@@ -134,8 +132,8 @@ def drag_budget(address: str) -> None:
 
 
 def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Run all steps; a line for each that took longer than it should."""
-    late = list[str]()
+    """Run all steps; a line for each that failed or took longer than it should."""
+    problems = list[str]()
     for step in steps:
         print(step.name, end=" … ", flush=True)
         if step.command == EXPLORE:
@@ -143,11 +141,16 @@ def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str
                 drag_budget(address)
             print("opened")
             continue
-        seconds = step.run(folder, environment)
+        try:
+            seconds = step.run(folder, environment)
+        except AssertionError as error:
+            print("failed")
+            problems.append(str(error))
+            continue
         print(f"{seconds:.0f} s")
         if step.limit is not None and seconds > step.limit:
-            late.append(f"{step.name}: {seconds:.0f} s; the README says {step.limit:.0f} s")
-    return late
+            problems.append(f"{step.name}: {seconds:.0f} s; the README says {step.limit:.0f} s")
+    return problems
 
 
 def main() -> None:
@@ -156,8 +159,8 @@ def main() -> None:
         clone = Path(folder) / "veca"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         make_belongings(clone)
-        late = run_steps(steps, clone, clean_environment(Path(folder) / "home", clone / ".venv/bin"))
-    sys.exit("\n".join(late) or None)
+        problems = run_steps(steps, clone, clean_environment(Path(folder) / "home", clone / ".venv/bin"))
+    sys.exit("\n\n".join(problems) or None)
 
 
 if __name__ == "__main__":
