@@ -153,6 +153,17 @@ def load_model(source: str, device: str) -> "Veca":
     return model
 
 
+def load_models(sources: Sequence[str], device: str) -> "dict[str, Veca]":
+    """Models to serve, by their names; those of equal names are told apart by a prime."""
+    models: dict[str, Veca] = {}
+    for source in sources:
+        name = display_name(source)
+        while name in models:
+            name += "′"
+        models[name] = load_model(source, device)
+    return models
+
+
 def display_name(source: str) -> str:
     """What a model is called in results: its pretrained name, or the last part of its path."""
     from veca.checkpoint.loading import pretrained_name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +18,9 @@ from typing import Any, ClassVar
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from veca.errors import ArgumentError
 from veca.utils.signals import handled_by
+from veca.utils.text import quoted
 from veca.web.security import address_of
 
 INITIAL_CREDIT = 2**16
@@ -67,12 +70,38 @@ def slowest_at_largest_address(held: Mapping[Any, int]) -> Any:
     return min((transfer for transfer in held if transfer.address == largest), key=lambda transfer: transfer.pace)
 
 
-def create_server(app: Any, limits: Limits = LIMITS) -> uvicorn.Server:
-    """A server of `app` under `limits`; `run(sockets=[…])` starts it."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can connect to from now on: they wait while models are loaded, and are not refused."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(128)
+        return bound
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise ArgumentError(
+            f"cannot listen on {quoted(host)}, port {port}: {reason}; choose another --port or --host"
+        ) from error
+
+
+def printed_address(host: str, listening: socket.socket) -> str:
+    """The address to print for a server that was told to listen on `host`."""
+    shown = f"[{host}]" if ":" in host else socket.gethostname() if host in ("0.0.0.0", "") else host
+    return f"http://{shown}:{listening.getsockname()[1]}/"
+
+
+def create_server(app: Any, limits: Limits = LIMITS, shutdown_seconds: int = 3) -> uvicorn.Server:
+    """A server of `app` under `limits`; `run(sockets=[…])` starts it.
+
+    When it is to stop, requests that were accepted have `shutdown_seconds` to be answered.
+    """
     protocol = type("Protocol", (LimitedProtocol,), {"pool": ConnectionPool(_within_file_limit(limits))})
     # The log has errors only: otherwise clients could fill it with invalid requests.
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
-    timeouts: dict[str, Any] = {"timeout_keep_alive": limits.idle_seconds, "timeout_graceful_shutdown": 3}
+    timeouts: dict[str, Any] = {"timeout_keep_alive": limits.idle_seconds}
+    timeouts |= {"timeout_graceful_shutdown": shutdown_seconds}
     # The backlog waits to be accepted: so many connections can exceed the limit before the first is closed.
     return _LimitedServer(uvicorn.Config(app, http=protocol, backlog=128, **quiet, **timeouts))
 

@@ -144,9 +144,11 @@ _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]
 
 _ERRORS = {
+    400: "The body is empty, or no form.",
     401: "The token is missing or wrong.",
     403: "The request comes from another site.",
     404: "There is no such image, or it was evicted.",
+    406: "There is no such format of features.",
     408: "The image did not arrive in time.",
     409: "The same pane asked for something else meanwhile.",
     413: "The image has too many bytes or pixels.",

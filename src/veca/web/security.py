@@ -2,13 +2,17 @@
 
 import hmac
 import ipaddress
+import re
+import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from veca.errors import ArgumentError
 
 COOKIE = "veca-token"
 HEADERS = {
@@ -58,15 +62,29 @@ def names_of(host: str) -> set[str]:
     return names
 
 
+def choose_token(token: str | None, host: str) -> str | None:
+    """The token given, or a random one where other machines can reach a server bound to `host`."""
+    if token is not None and not re.fullmatch("[A-Za-z0-9_-]{8,}", token):
+        raise ArgumentError("--token: at least 8 letters, digits, - or _, so that it fits into an address")
+    return secrets.token_urlsafe(16) if token is None and not is_loopback(host) else token
+
+
 class SecurityMiddleware:
     """ASGI middleware that refuses foreign Host names and origins, missing tokens, and too many requests at once.
 
     At most `max_requests` are worked on at once, three quarters of them from one address. A request whose body is
-    still arriving does not count: uploads have their own limits.
+    still arriving does not count: uploads have their own limits. Paths in `public` need neither token nor room.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str], token: str | None = None, max_requests: int = 128) -> None:
-        self.app, self.hosts, self.token = app, frozenset(hosts), token
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Iterable[str],
+        token: str | None = None,
+        max_requests: int = 128,
+        public: Collection[str] = (),
+    ) -> None:
+        self.app, self.hosts, self.token, self.public = app, frozenset(hosts), token, frozenset(public)
         self.max_requests, self.max_per_address = max_requests, max_requests - max_requests // 4
         self.active: dict[object, str] = {}  # the address of each request
 
@@ -117,6 +135,8 @@ class SecurityMiddleware:
         foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/"
         if foreign or (origin is not None and origin.lower().partition("://")[2] != host.lower()):
             return _refuse(403, "Requests of other sites are refused.")
+        if scope["path"] in self.public:
+            return None
         if self.token is not None:
             query = parse_qs(scope["query_string"].decode("latin-1")) if scope["path"] == "/" else {}
             if self._is_token(query.get("token", [""])[0]):

@@ -1,0 +1,232 @@
+"""The HTTP API of `veca serve`, described at /openapi.json."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, TypeVar
+
+import torch
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+
+import veca
+from veca.errors import VecaError
+from veca.images import MAX_PIXELS
+from veca.inspect.demo import top_classes
+from veca.model import Veca
+from veca.utils.text import origin
+from veca.web.app import EXCEPTION_HANDLERS
+from veca.web.connections import LIMITS, Limits, create_server
+from veca.web.images import MAX_UPLOAD_BYTES
+from veca.web.jobs import DroppedError, RequestError
+from veca.web.schemas import error_responses
+from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
+from veca.web.serve import schemas
+from veca.web.serve.batching import MAX_FAILURES
+from veca.web.serve.formats import Features, choose_format, split_body, write_features
+from veca.web.serve.metrics import MetricsMiddleware
+from veca.web.serve.schemas import FORMATS, MAX_IMAGES, MAX_SIZE, ServeSettings
+from veca.web.serve.state import Service, Setting
+
+T = TypeVar("T")
+MAX_REQUESTS = 256
+"""Worked on at once."""
+SHUTDOWN_SECONDS = 60
+DEFAULTS = ServeSettings()
+
+router = APIRouter()
+
+
+def create_service(
+    models: Mapping[str, Veca],
+    settings: ServeSettings = DEFAULTS,
+    *,
+    hosts: set[str] | None = None,
+    token: str | None = None,
+    limits: Limits = LIMITS,
+) -> FastAPI:
+    """The API of `models`, on one device, answering under the names `hosts`; with `token`, only to those who send it.
+
+    Only /health answers without the token.
+    """
+    service = Service(models, settings, limits)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(
+        title="veca serve",
+        version=veca.__version__,
+        description="Features and classes of images, by VECA models.",
+        docs_url=None,  # these pages load scripts from other sites
+        redoc_url=None,
+        lifespan=lifespan,
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
+    app.state.service = service
+    app.include_router(router)
+    app.add_middleware(
+        SecurityMiddleware, hosts=hosts or LOOPBACK, token=token, max_requests=MAX_REQUESTS, public={"/health"}
+    )
+    # Last, so that it sees refused requests too.
+    routes = {str(getattr(route, "path", "")) for route in (*router.routes, *app.routes)}
+    app.add_middleware(MetricsMiddleware, metrics=service.metrics, routes=routes)
+    app.openapi_schema = _describe_values(app.openapi(), service)
+    return app
+
+
+def run_service(app: FastAPI, listening: socket.socket) -> None:
+    """Serve until a signal; requests that were accepted are answered first. An error where the model is broken."""
+    service: Service = app.state.service
+    server = create_server(app, shutdown_seconds=SHUTDOWN_SECONDS)
+    service.batcher.on_broken = lambda: setattr(server, "should_exit", True)
+    server.run(sockets=[listening])
+    if service.batcher.broken:
+        raise VecaError(f"{MAX_FAILURES} batches in a row failed, see above; start the server again")
+
+
+async def _service(request: Request) -> Service:  # async: FastAPI calls others in a thread, where requests would queue
+    return request.app.state.service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+@router.get("/about", responses=error_responses())
+async def get_about(service: ServiceDep) -> schemas.ServiceAbout:
+    """Models, the default setting, and limits."""
+    models = [
+        schemas.ServedModel(
+            name=name,
+            origin=origin(model.provenance),
+            features=model.config.output_dim or model.config.num_features,
+            classes=model.config.num_classes,
+            budgets=sorted(model.config.budgets),
+            widths=sorted(model.config.widths),
+        )
+        for name, model in service.models.items()
+    ]
+    settings, default = service.settings, next(iter(service.default.values()))
+    return schemas.ServiceAbout(
+        version=veca.__version__,
+        device=str(service.device),
+        precision=settings.precision,
+        models=models,
+        cores=default.cores,
+        width=default.width,
+        size=default.size,
+        fit=default.fit,
+        max_size=MAX_SIZE,
+        max_images=MAX_IMAGES,
+        max_bytes=MAX_UPLOAD_BYTES,
+        max_pixels=MAX_PIXELS,
+        max_batch=settings.max_batch,
+        max_wait=settings.max_wait,
+        queue=settings.queue,
+    )
+
+
+@router.post(
+    "/embed",
+    response_model=schemas.Embeddings,
+    responses={**error_responses(400, 406, 408, 413, 415, 422), 200: {"content": schemas.EMBED_CONTENT}},
+    openapi_extra=schemas.BODY,
+)
+async def embed_images(
+    request: Request, service: ServiceDep, asked: schemas.SettingQuery, features: schemas.FeaturesQuery = "cls",
+    file_format: schemas.FormatQuery = None,
+) -> Response:  # fmt: skip
+    """Features of an image, or of several, as JSON, safetensors or npy.
+
+    The arrays of safetensors and npy: `cls` (images, D), `cores` (images, C, D), `patches` (images, rows, columns, D).
+    """
+    form = choose_format(file_format, request.headers.get("accept", ""))
+    kinds = list(dict.fromkeys(features.split(",")))
+    setting = service.resolve(asked)
+    if form == "npy" and len(kinds) > 1:
+        raise RequestError(422, "npy holds one array: ask for one kind of features, or for safetensors.")
+    cls_only = kinds == ["cls"]
+    async with _computed(request, service, setting, cls_only) as found, service.responses:
+        content = await asyncio.to_thread(write_features, kinds, found, form, setting._asdict())
+    media_type = next(media_type for media_type, name in FORMATS.items() if name == form)
+    return Response(content, media_type=media_type)
+
+
+@router.post("/predict", responses=error_responses(400, 408, 413, 415, 422), openapi_extra=schemas.BODY)
+async def predict_classes(
+    request: Request, service: ServiceDep, asked: schemas.SettingQuery, top: schemas.TopQuery = 5
+) -> schemas.Predictions:
+    """The most probable classes of an image, or of several, by a model that has a classifier."""
+    setting = service.resolve(asked)
+    model = service.models[setting.model]
+    if not model.config.num_classes:
+        able = [name for name, each in service.models.items() if each.config.num_classes]
+        rule = f"those that have are {', '.join(able)}" if able else "serve one that has, as `veca finetune` makes"
+        raise RequestError(422, f"{setting.model} has no classes; {rule}.")
+    async with _computed(request, service, setting, cls_only=True) as found:
+        classes = [top_classes(model, torch.from_numpy(each.logits)[None], top) for each in found]
+    named = [[schemas.NamedProbability(name=name, probability=share) for name, share in each] for each in classes]
+    return schemas.Predictions(model=setting.model, images=named)
+
+
+@router.get("/health", responses={503: {"model": schemas.Health, "description": "It takes no images."}})
+async def get_health(service: ServiceDep, response: Response) -> schemas.Health:
+    """Whether the server takes images; answered without a token."""
+    ready = service.ready and not service.batcher.broken
+    response.status_code = 200 if ready else 503
+    return schemas.Health(ready=ready, waiting=service.waiting)
+
+
+@router.get("/metrics", responses={**error_responses(), 200: {"content": {"text/plain": {}}}})
+async def get_metrics(service: ServiceDep) -> Response:
+    """Metrics for Prometheus."""
+    return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+@asynccontextmanager
+async def _computed(
+    request: Request, service: Service, setting: Setting, cls_only: bool
+) -> AsyncIterator[list[Features]]:
+    """Features of the images in the body of a request, which keep their places in the queue until the block ends."""
+    address = address_of(request.client.host if request.client else "")
+    async with service.uploads.receive(request, address) as body:
+        images = split_body(body, request.headers.get("content-type", ""))
+        with service.places(address, len(images), setting.size):
+            yield await _while_connected(request, service.compute(images, setting, cls_only))
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise DroppedError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+def _describe_values(schema: dict[str, Any], service: Service) -> dict[str, Any]:
+    """The OpenAPI description with the values that this server accepts."""
+    configs = [model.config for model in service.models.values()]
+    values: dict[str, list[Any]] = {
+        "model": list(service.models),
+        "cores": sorted({budget for config in configs for budget in config.budgets}),
+        "width": sorted({width for config in configs for width in config.widths}),
+    }
+    for path in schema["paths"].values():
+        for parameter in path.get("post", {}).get("parameters", ()):
+            if parameter["in"] == "query" and (offered := values.get(parameter["name"])):
+                parameter["schema"] |= {"examples": offered[-1:]}
+                parameter["description"] += f" One of {', '.join(map(str, offered))}."
+    return schema
