@@ -87,9 +87,9 @@ def test_commands_exist_and_take_their_options(page: Path) -> None:
 
 HOMES = {
     "demo": (), "embed": ("embed", "scale"), "distill": ("training",), "report": ("reports",), "cores": ("figures",),
-    "info": ("weights",), "convert": ("weights",), "export": ("export",), "explore": ("explore",), "bench": ("speed",),
-    "figure": ("figures",), "probe": ("evaluation",), "finetune": ("finetune",), "predict": ("finetune",),
-    "search": ("search", "embed"),
+    "info": ("weights",), "convert": ("weights",), "export": ("export",), "explore": ("explore",), "serve": ("serve",),
+    "bench": ("speed", "serve"), "figure": ("figures",), "probe": ("evaluation",), "finetune": ("finetune",),
+    "predict": ("finetune",), "search": ("search", "embed"),
 }  # fmt: skip
 """Where each command is explained; of `veca demo` there is nothing to explain."""
 PLAIN = {"--device", "--help", "--model", "--out", "--overwrite", "--progress", "--seed", "--workers"}

@@ -36,8 +36,8 @@ from veca.images.load import load_pixels
 from veca.web.connections import create_server, listen
 from veca.web.jobs import BusyError
 from veca.web.serve.app import create_service
-from veca.web.serve.batching import MAX_FAILURES, Batcher
-from veca.web.serve.schemas import MAX_IMAGES, ServeSettings
+from veca.web.serve.batching import MAX_FAILED_BATCHES, Batcher
+from veca.web.serve.schemas import MAX_REQUEST_IMAGES, ServeSettings
 
 PHOTO = encode(fractal_image(200, 160))
 PHOTOS = [encode(smooth_image(seed, 90 + 10 * seed, 80), "JPEG") for seed in range(5)]
@@ -154,7 +154,7 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
         ("", b"--x\r\nabc\r\n--x--", FORM, 400, "no empty line"),
         ("", b"--x--", FORM, 400, "no parts"),
         ("", b"abc", {"content-type": "multipart/form-data"}, 400, "no boundary"),
-        ("", b"--x\r\n\r\na\r\n" * (MAX_IMAGES + 1) + b"--x--", FORM, 413, f"more than {MAX_IMAGES}"),
+        ("", b"--x\r\n\r\na\r\n" * (MAX_REQUEST_IMAGES + 1) + b"--x--", FORM, 413, f"more than {MAX_REQUEST_IMAGES}"),
         ("", b"--x\r\n\r\n" + PHOTO + b"\r\n--x\r\n\r\nbad\r\n--x--", FORM, 415, "image 2 of 2"),
         ("?cores=17", PHOTO, {}, 422, "choose one of 8, 16"),
         ("?width=0.3", PHOTO, {}, 422, "width=0.3: choose one of 0.5, 1"),
@@ -299,7 +299,7 @@ def test_a_failing_model_gives_503_and_recovers_or_ends_the_server() -> None:
 
         for _ in range(2):  # a success in between starts the count anew
             batcher.run = fail
-            for _ in range(MAX_FAILURES - 1):
+            for _ in range(MAX_FAILED_BATCHES - 1):
                 answer = client.post("/embed", content=PHOTO)
                 assert "The model failed (RuntimeError)" in problem(answer, 503)
                 assert answer.headers["retry-after"] == "1"
@@ -307,7 +307,7 @@ def test_a_failing_model_gives_503_and_recovers_or_ends_the_server() -> None:
             assert client.post("/embed", content=PHOTO).status_code == 200
         assert not ended.is_set()
         batcher.run = fail
-        for _ in range(MAX_FAILURES):
+        for _ in range(MAX_FAILED_BATCHES):
             assert client.post("/embed", content=PHOTO).status_code == 503
         assert ended.wait(20)
         assert client.get("/health").status_code == 503

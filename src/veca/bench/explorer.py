@@ -111,9 +111,9 @@ def screenshot_explorer(out: Path, model: str = "veca_tiny", chromium: str | Non
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`veca explore` in a process of its own, and its port."""
-    command = [sys.executable, "-m", "veca", "explore", "--port", "0", *options]
+def serving(*options: str, verb: str = "explore") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`veca explore`, or another server, in a process of its own, and its port."""
+    command = [sys.executable, "-m", "veca", verb, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as server:
         try:
             line = server.stdout.readline() if server.stdout else ""

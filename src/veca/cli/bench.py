@@ -12,6 +12,7 @@ from veca.bench.explorer import bench_explorer_crowd, bench_explorer_page, scree
 from veca.bench.machine import bench_data, bench_memory
 from veca.bench.report import PlotFormat, write_plots
 from veca.bench.run import FloatDtype, pick_setting, run_bench
+from veca.bench.serve import bench_serve
 from veca.cli import options as opt
 from veca.cli.common import Command, check_sources, load_model, make_group, out, with_settings
 from veca.embed import EmbedSettings
@@ -150,6 +151,17 @@ def onnx_command(
 ) -> None:
     """Error and time of ONNX files beside PyTorch on the CPU."""
     bench_onnx(model, size, cores or (8, 32, 64), dtype, threads, repeats)
+
+
+@bench_app.command("serve", cls=Command)
+def bench_serve_command(
+    model: opt.Model = "veca_tiny",
+    clients: Annotated[int, opt.option("bench.crowd-clients")] = 32,
+    seconds: Seconds = 20.0,
+    hostile: Annotated[bool, opt.option("bench.hostile")] = False,
+) -> None:
+    """Throughput of `veca serve` with many clients beside plain batched inference; every answer is checked."""
+    bench_serve(model, clients, seconds, hostile)
 
 
 @explorer_app.command("page", cls=Command)

@@ -22,11 +22,11 @@ from veca.web.jobs import DroppedError, RequestError
 from veca.web.schemas import error_responses
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 from veca.web.serve import schemas
-from veca.web.serve.batching import MAX_FAILURES
-from veca.web.serve.formats import Features, choose_format, split_body, write_features
+from veca.web.serve.batching import MAX_FAILED_BATCHES
+from veca.web.serve.formats import ServedFeatures, choose_format, split_body, write_features
 from veca.web.serve.metrics import MetricsMiddleware
-from veca.web.serve.schemas import FORMATS, MAX_IMAGES, MAX_SIZE, ServeSettings
-from veca.web.serve.state import Service, Setting
+from veca.web.serve.schemas import MAX_REQUEST_IMAGES, MAX_SIZE, MEDIA_FORMATS, ServeSettings
+from veca.web.serve.state import ServeSetting, Service
 
 T = TypeVar("T")
 MAX_REQUESTS = 256
@@ -34,7 +34,7 @@ MAX_REQUESTS = 256
 SHUTDOWN_SECONDS = 60
 DEFAULTS = ServeSettings()
 
-router = APIRouter()
+service_router = APIRouter()
 
 
 def create_service(
@@ -67,12 +67,12 @@ def create_service(
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.state.service = service
-    app.include_router(router)
+    app.include_router(service_router)
     app.add_middleware(
         SecurityMiddleware, hosts=hosts or LOOPBACK, token=token, max_requests=MAX_REQUESTS, public={"/health"}
     )
     # Last, so that it sees refused requests too.
-    routes = {str(getattr(route, "path", "")) for route in (*router.routes, *app.routes)}
+    routes = {str(getattr(route, "path", "")) for route in (*service_router.routes, *app.routes)}
     app.add_middleware(MetricsMiddleware, metrics=service.metrics, routes=routes)
     app.openapi_schema = _describe_values(app.openapi(), service)
     return app
@@ -85,7 +85,7 @@ def run_service(app: FastAPI, listening: socket.socket) -> None:
     service.batcher.on_broken = lambda: setattr(server, "should_exit", True)
     server.run(sockets=[listening])
     if service.batcher.broken:
-        raise VecaError(f"{MAX_FAILURES} batches in a row failed, see above; start the server again")
+        raise VecaError(f"{MAX_FAILED_BATCHES} batches in a row failed, see above; start the server again")
 
 
 async def _service(request: Request) -> Service:  # async: FastAPI calls others in a thread, where requests would queue
@@ -95,8 +95,8 @@ async def _service(request: Request) -> Service:  # async: FastAPI calls others 
 ServiceDep = Annotated[Service, Depends(_service)]
 
 
-@router.get("/about", responses=error_responses())
-async def get_about(service: ServiceDep) -> schemas.ServiceAbout:
+@service_router.get("/about", responses=error_responses())
+async def get_service_about(service: ServiceDep) -> schemas.ServiceAbout:
     """Models, the default setting, and limits."""
     models = [
         schemas.ServedModel(
@@ -120,7 +120,7 @@ async def get_about(service: ServiceDep) -> schemas.ServiceAbout:
         size=default.size,
         fit=default.fit,
         max_size=MAX_SIZE,
-        max_images=MAX_IMAGES,
+        max_images=MAX_REQUEST_IMAGES,
         max_bytes=MAX_UPLOAD_BYTES,
         max_pixels=MAX_PIXELS,
         max_batch=settings.max_batch,
@@ -129,14 +129,14 @@ async def get_about(service: ServiceDep) -> schemas.ServiceAbout:
     )
 
 
-@router.post(
+@service_router.post(
     "/embed",
     response_model=schemas.Embeddings,
     responses={**error_responses(400, 406, 408, 413, 415, 422), 200: {"content": schemas.EMBED_CONTENT}},
-    openapi_extra=schemas.BODY,
+    openapi_extra=schemas.IMAGES_BODY,
 )
 async def embed_images(
-    request: Request, service: ServiceDep, asked: schemas.SettingQuery, features: schemas.FeaturesQuery = "cls",
+    request: Request, service: ServiceDep, asked: schemas.ServeSettingQuery, features: schemas.FeaturesQuery = "cls",
     file_format: schemas.FormatQuery = None,
 ) -> Response:  # fmt: skip
     """Features of an image, or of several, as JSON, safetensors or npy.
@@ -151,13 +151,13 @@ async def embed_images(
     cls_only = kinds == ["cls"]
     async with _computed(request, service, setting, cls_only) as found, service.responses:
         content = await asyncio.to_thread(write_features, kinds, found, form, setting._asdict())
-    media_type = next(media_type for media_type, name in FORMATS.items() if name == form)
+    media_type = next(media_type for media_type, name in MEDIA_FORMATS.items() if name == form)
     return Response(content, media_type=media_type)
 
 
-@router.post("/predict", responses=error_responses(400, 408, 413, 415, 422), openapi_extra=schemas.BODY)
+@service_router.post("/predict", responses=error_responses(400, 408, 413, 415, 422), openapi_extra=schemas.IMAGES_BODY)
 async def predict_classes(
-    request: Request, service: ServiceDep, asked: schemas.SettingQuery, top: schemas.TopQuery = 5
+    request: Request, service: ServiceDep, asked: schemas.ServeSettingQuery, top: schemas.TopQuery = 5
 ) -> schemas.Predictions:
     """The most probable classes of an image, or of several, by a model that has a classifier."""
     setting = service.resolve(asked)
@@ -172,7 +172,7 @@ async def predict_classes(
     return schemas.Predictions(model=setting.model, images=named)
 
 
-@router.get("/health", responses={503: {"model": schemas.Health, "description": "It takes no images."}})
+@service_router.get("/health", responses={503: {"model": schemas.Health, "description": "It takes no images."}})
 async def get_health(service: ServiceDep, response: Response) -> schemas.Health:
     """Whether the server takes images; answered without a token."""
     ready = service.ready and not service.batcher.broken
@@ -180,7 +180,7 @@ async def get_health(service: ServiceDep, response: Response) -> schemas.Health:
     return schemas.Health(ready=ready, waiting=service.waiting)
 
 
-@router.get("/metrics", responses={**error_responses(), 200: {"content": {"text/plain": {}}}})
+@service_router.get("/metrics", responses={**error_responses(), 200: {"content": {"text/plain": {}}}})
 async def get_metrics(service: ServiceDep) -> Response:
     """Metrics for Prometheus."""
     return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -188,8 +188,8 @@ async def get_metrics(service: ServiceDep) -> Response:
 
 @asynccontextmanager
 async def _computed(
-    request: Request, service: Service, setting: Setting, cls_only: bool
-) -> AsyncIterator[list[Features]]:
+    request: Request, service: Service, setting: ServeSetting, cls_only: bool
+) -> AsyncIterator[list[ServedFeatures]]:
     """Features of the images in the body of a request, which keep their places in the queue until the block ends."""
     address = address_of(request.client.host if request.client else "")
     async with service.uploads.receive(request, address) as body:

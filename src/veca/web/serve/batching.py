@@ -15,7 +15,7 @@ from veca.web.jobs import BusyError
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 R = TypeVar("R")
-MAX_FAILURES = 3
+MAX_FAILED_BATCHES = 3
 """Batches in a row that may fail before the model counts as broken."""
 
 
@@ -34,7 +34,7 @@ class Batcher(Generic[K, T, R]):
     has waited for `max_wait` seconds. While a batch runs the next ones gather. Cancelled items are left out.
 
     A batch that fails gives each of its items `BusyError`, or the error itself if that is a `VecaError`, and the thread
-    goes on. After `MAX_FAILURES` in a row `broken` is true and `on_broken` is called.
+    goes on. After `MAX_FAILED_BATCHES` in a row `broken` is true and `on_broken` is called.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Batcher(Generic[K, T, R]):
                     waiting.future.set_exception(result)
                 else:
                     waiting.future.set_result(result)
-            if self.failures >= MAX_FAILURES and not self.broken:
+            if self.failures >= MAX_FAILED_BATCHES and not self.broken:
                 self.broken = True
                 self.on_broken()
 

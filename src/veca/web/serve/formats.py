@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from veca.web.analysis import pack
 from veca.web.jobs import RequestError
-from veca.web.serve.schemas import FORMATS, MAX_IMAGES, Format
+from veca.web.serve.schemas import MAX_REQUEST_IMAGES, MEDIA_FORMATS, Format
 
 MAX_BOUNDARY = 70
 """Characters, by RFC 2046."""
 
 
-class Features(NamedTuple):
+class ServedFeatures(NamedTuple):
     """Of one image, float32."""
 
     grid: tuple[int, int]
@@ -45,11 +45,11 @@ def split_body(body: bytes, content_type: str) -> list[bytes]:
         return [body]
     boundary = (header.get_boundary() or "").encode("latin-1", "replace")
     # Of the parts, the first is what stands before the form, the last what stands behind it.
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_IMAGES + 2)
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_REQUEST_IMAGES + 2)
     if not 0 < len(boundary) <= MAX_BOUNDARY or len(parts) < 2:
         raise RequestError(400, "The form has no boundary between its parts; let the HTTP client write the form.")
-    if len(parts) > MAX_IMAGES + 2:
-        raise RequestError(413, f"The form has more than {MAX_IMAGES} images; send fewer at a time.")
+    if len(parts) > MAX_REQUEST_IMAGES + 2:
+        raise RequestError(413, f"The form has more than {MAX_REQUEST_IMAGES} images; send fewer at a time.")
     if not parts[-1].startswith(b"--"):
         raise RequestError(400, "The form does not end with its boundary; a part of it is missing.")
     images = []
@@ -81,12 +81,12 @@ def choose_format(named: Format | None, accept: str) -> Format:
     for media_type, weight in sorted(ranges, key=lambda pair: pair[1], reverse=True):
         if media_type in ("", "*/*", "application/*"):
             return "json"
-        if media_type in FORMATS and weight.strip("0."):
-            return FORMATS[media_type]
-    raise RequestError(406, f"Features are sent as one of {', '.join(FORMATS)}; name one of them in Accept.")
+        if media_type in MEDIA_FORMATS and weight.strip("0."):
+            return MEDIA_FORMATS[media_type]
+    raise RequestError(406, f"Features are sent as one of {', '.join(MEDIA_FORMATS)}; name one of them in Accept.")
 
 
-def write_features(kinds: Sequence[str], found: Sequence[Features], form: Format, about: dict[str, Any]) -> bytes:
+def write_features(kinds: Sequence[str], found: Sequence[ServedFeatures], form: Format, about: dict[str, Any]) -> bytes:
     """Features of the images of a request, as the content of its response."""
     if form == "json":
         images = [
@@ -101,7 +101,7 @@ def write_features(kinds: Sequence[str], found: Sequence[Features], form: Format
     return file.getvalue()
 
 
-def _stack(kind: str, found: Sequence[Features]) -> NDArray[np.float32]:
+def _stack(kind: str, found: Sequence[ServedFeatures]) -> NDArray[np.float32]:
     """Features of all images: cls (B, D), cores (B, C, D), patches (B, rows, columns, D)."""
     if kind != "patches":
         return np.stack([getattr(each, kind) for each in found])

@@ -15,11 +15,11 @@ from veca.web.schemas import OCTET_STREAM, SAFETENSORS
 
 NPY = "application/x-npy"
 JSON = "application/json"
-MAX_IMAGES = 64
+MAX_REQUEST_IMAGES = 64
 MAX_SIZE = 1024
 MAX_CLASSES = 1000
 Format = Literal["json", "safetensors", "npy"]
-FORMATS: dict[str, Format] = {JSON: "json", SAFETENSORS: "safetensors", NPY: "npy"}
+MEDIA_FORMATS: dict[str, Format] = {JSON: "json", SAFETENSORS: "safetensors", NPY: "npy"}
 _KINDS = "cls|patches|cores"
 
 
@@ -119,7 +119,7 @@ class RequestedSetting:
     fit: Annotated[Fit | None, Query(description="How images are brought to this size.")] = None
 
 
-SettingQuery = Annotated[RequestedSetting, Depends()]
+ServeSettingQuery = Annotated[RequestedSetting, Depends()]
 FeaturesQuery = Annotated[
     str,
     Query(
@@ -132,8 +132,11 @@ FormatQuery = Annotated[Format | None, Query(alias="format", description="In pla
 TopQuery = Annotated[int, Query(ge=1, le=MAX_CLASSES, description="How many classes.", examples=[5])]
 
 _BINARY = {"type": "string", "format": "binary"}
-_FILES = {"type": "object", "properties": {"images": {"type": "array", "items": _BINARY, "maxItems": MAX_IMAGES}}}
-BODY: dict[str, Any] = {
+_FILES = {
+    "type": "object",
+    "properties": {"images": {"type": "array", "items": _BINARY, "maxItems": MAX_REQUEST_IMAGES}},
+}
+IMAGES_BODY: dict[str, Any] = {
     "requestBody": {
         "description": "One image as the body, or several as the files of a form, under any names.",
         "required": True,

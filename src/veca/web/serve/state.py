@@ -22,7 +22,7 @@ from veca.web.connections import Limits
 from veca.web.images import UploadReceiver
 from veca.web.jobs import BusyError, RequestError
 from veca.web.serve.batching import Batcher
-from veca.web.serve.formats import Features
+from veca.web.serve.formats import ServedFeatures
 from veca.web.serve.metrics import Metrics
 from veca.web.serve.schemas import MAX_SIZE, RequestedSetting, ServeSettings
 
@@ -30,7 +30,7 @@ MAX_FITTED_PIXELS = 2 * MAX_SIZE**2
 """Of an image as the model sees it: fit "keep" and "pad" make one side longer than `size`."""
 
 
-class Setting(NamedTuple):
+class ServeSetting(NamedTuple):
     """How an image is embedded."""
 
     model: str
@@ -58,7 +58,7 @@ class Service:
         self.device = next(iter(self.models.values())).norm.weight.device
         self.uploads = UploadReceiver(limits)
         self.metrics = Metrics(lambda: sum(self._places.values()))
-        self.batcher: Batcher[BatchKey, Tensor, Features] = Batcher(
+        self.batcher: Batcher[BatchKey, Tensor, ServedFeatures] = Batcher(
             self._run, self._batch_size, settings.max_wait / 1000
         )
         self.responses = asyncio.Semaphore(2)  # built at once: those with patches take tens of megabytes each
@@ -88,7 +88,7 @@ class Service:
         """Places taken in the queue."""
         return self._places.total()
 
-    def resolve(self, asked: RequestedSetting) -> Setting:
+    def resolve(self, asked: RequestedSetting) -> ServeSetting:
         """The whole setting of a request; `RequestError` for one that this server does not offer."""
         name, given = asked.model or next(iter(self.models)), self.settings
         if name not in self.models:
@@ -100,7 +100,7 @@ class Service:
             if value not in offered:
                 choices = ", ".join(f"{each:g}" for each in sorted(offered))
                 raise RequestError(422, f"{what}={value:g}: choose one of {choices}, those {name} was trained at.")
-        return Setting(name, cores, width, asked.size or given.size, asked.fit or given.fit)
+        return ServeSetting(name, cores, width, asked.size or given.size, asked.fit or given.fit)
 
     @contextmanager
     def places(self, address: str, images: int, size: int) -> Iterator[None]:
@@ -122,7 +122,7 @@ class Service:
             if not self._places[address]:
                 del self._places[address]
 
-    async def decode(self, images: Sequence[bytes], setting: Setting) -> list[Tensor]:
+    async def decode(self, images: Sequence[bytes], setting: ServeSetting) -> list[Tensor]:
         """The pixels of all images, or the `ImageError` of the first that cannot be used."""
         loop = asyncio.get_running_loop()
         tasks = [loop.run_in_executor(self._pool, _decode, data, setting) for data in images]
@@ -139,11 +139,11 @@ class Service:
                 task.cancel()
         return pixels
 
-    async def compute(self, images: Sequence[bytes], setting: Setting, cls_only: bool) -> list[Features]:
+    async def compute(self, images: Sequence[bytes], setting: ServeSetting, cls_only: bool) -> list[ServedFeatures]:
         """Features of all images of a request, in their order."""
         return await self._submit(setting, cls_only, await self.decode(images, setting))
 
-    async def _submit(self, setting: Setting, cls_only: bool, pixels: Sequence[Tensor]) -> list[Features]:
+    async def _submit(self, setting: ServeSetting, cls_only: bool, pixels: Sequence[Tensor]) -> list[ServedFeatures]:
         queued = []
         for each in pixels:
             key = BatchKey(setting.model, setting.cores, setting.width, cls_only, tuple(each.shape))
@@ -161,7 +161,7 @@ class Service:
         return max(1, self.settings.max_batch * self.settings.size**2 // (height * width))
 
     @torch.inference_mode()
-    def _run(self, key: BatchKey, pixels: list[Tensor]) -> list[Features]:
+    def _run(self, key: BatchKey, pixels: list[Tensor]) -> list[ServedFeatures]:
         model = self.models[key.model]
         self.metrics.batches.observe(len(pixels))
         with self.metrics.failures.count_exceptions():
@@ -174,7 +174,7 @@ class Service:
         self.metrics.images.labels(key.model).inc(len(pixels))
         grid = key.shape[1] // PATCH, key.shape[2] // PATCH
         return [
-            Features(
+            ServedFeatures(
                 grid, cores[i, 0].numpy(), cores[i].numpy(), patches[i].numpy(),
                 None if logits is None else logits[i].numpy(),
             )
@@ -192,7 +192,7 @@ def _prepare(model: Veca, settings: ServeSettings) -> Veca:
     return model.eval()
 
 
-def _decode(data: bytes, setting: Setting) -> Tensor:
+def _decode(data: bytes, setting: ServeSetting) -> Tensor:
     image, crop, _ = open_for_fit(data, setting.size, setting.fit, decoder="cpu")
     if crop.width * crop.height > MAX_FITTED_PIXELS:
         made = f"fit={setting.fit} at {setting.size} px makes it {crop.width}×{crop.height}"

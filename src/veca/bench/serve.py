@@ -1,0 +1,139 @@
+"""`veca bench serve`: throughput of `veca serve` beside plain inference, and its answers under hostile uploads."""
+
+import http.client
+import io
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from veca.bench.explorer import peak_mib, serving, synthetic_jpeg
+from veca.checkpoint.loading import load_or_random
+from veca.errors import VecaError
+from veca.images import normalize
+from veca.images.load import load_pixels
+from veca.model import Veca
+from veca.utils.device import choose_device
+
+SIZE, CORES, BATCH, IMAGES = 256, 32, 16, 32
+_TOLERANCE = 1e-5
+"""Relative error of features beyond which an answer is wrong: float32 in batches of another size."""
+
+
+def bench_serve(model: str = "veca_tiny", clients: int = 32, seconds: float = 20, hostile: bool = False) -> None:
+    """Print images per second of plain batched inference and of a server with many clients, on this machine.
+
+    Every client sends one JPEG of 640 × 480 per request, one after the other, and compares the features. With `hostile`
+    a fifth of the requests are broken or malicious. A wrong answer, or a status other than those expected, is an error.
+    """
+    device = choose_device()
+    loaded = load_or_random(model, device=device).eval()
+    jpegs = [synthetic_jpeg(640, 480) for _ in range(IMAGES)]
+    pixels = torch.stack([load_pixels(data, SIZE, decoder="cpu")[0] for data in jpegs])
+    plain = _plain_rate(loaded, pixels.to(device), seconds)
+    print(f"{model} at {SIZE} px, C = {CORES}, global feature, {device}")
+    print(f"plain inference, batches of {BATCH}: {plain:.1f} images/s")
+    with torch.inference_mode():
+        exact = loaded(normalize(pixels.to(device)), cores=CORES, cls_only=True).cls.cpu()
+    with serving("--model", model, "--size", str(SIZE), "--cores", str(CORES), verb="serve") as (server, port):
+        clients_done = _Clients(port, jpegs, exact, hostile)
+        began = time.perf_counter()
+        clients_done.run(clients, began + seconds)
+        elapsed = time.perf_counter() - began
+        served = clients_done.statuses[200] / elapsed
+        codes = ", ".join(f"{count} × {code}" for code, count in sorted(clients_done.statuses.items()))
+        waits = sorted(clients_done.waits)
+        print(f"{clients} clients for {seconds:.0f} s: {codes}")
+        share = 100 * served / plain
+        print(f"served: {served:.1f} images/s, {share:.0f} % of plain inference; clients and server share the machine")
+        median, late = statistics.median(waits), waits[int(0.99 * (len(waits) - 1))]
+        print(f"answers: median {median:.0f} ms, 99 % within {late:.0f} ms; largest error {clients_done.error:.1e}")
+        print(f"server: peak {peak_mib(server):.0f} MiB")
+    if clients_done.wrong:
+        raise VecaError(f"{len(clients_done.wrong)} wrong answers, the first: {clients_done.wrong[0]}")
+
+
+def _plain_rate(model: Veca, pixels: Tensor, seconds: float) -> float:
+    """Images per second of the model alone, in batches of decoded images."""
+    batches = pixels.split(BATCH)
+    with torch.inference_mode():
+        images, end = -len(batches[0]), 0.0  # the first batch is not counted
+        while not end or time.perf_counter() < end:
+            batch = batches[max(0, images) // BATCH % len(batches)]
+            model(normalize(batch), cores=CORES, cls_only=True).cls.cpu()
+            images += len(batch)
+            end = end or time.perf_counter() + seconds
+        return images / (time.perf_counter() - end + seconds)
+
+
+class _Clients:
+    """Many clients of one server, each with a connection of its own, and what they were answered."""
+
+    def __init__(self, port: int, jpegs: list[bytes], exact: Tensor, hostile: bool) -> None:
+        self.port, self.jpegs, self.exact = port, jpegs, exact
+        self.hostile = list(_hostile_bodies(jpegs[0])) if hostile else []
+        self.statuses: Counter[int] = Counter()
+        self.waits: list[float] = []
+        """Milliseconds of good answers."""
+        self.wrong: list[str] = []
+        self.error = 0.0
+
+    def run(self, clients: int, end: float) -> None:
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(lambda number: self._run_client(random.Random(number), end), range(clients)))
+
+    def _run_client(self, rng: random.Random, end: float) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        while time.perf_counter() < end:
+            number, broken = rng.randrange(len(self.jpegs)), bool(self.hostile) and rng.random() < 0.2
+            body, content_type = rng.choice(self.hostile) if broken else (self.jpegs[number], "image/jpeg")
+            began = time.perf_counter()
+            try:
+                connection.request("POST", "/embed", body, {"Content-Type": content_type})
+                response = connection.getresponse()
+                answer = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if not broken:  # one that is refused may be cut off while it is sent
+                    self.wrong.append(f"{type(error).__name__}: {error}")
+                continue
+            self.statuses[response.status] += 1
+            if response.status == 503:
+                time.sleep(float(response.headers["Retry-After"]))
+            elif response.status != 200 or broken:
+                if not (broken and 400 <= response.status < 500):
+                    self.wrong.append(f"{response.status} {answer[:200]!r}")
+            else:
+                self.waits.append(1000 * (time.perf_counter() - began))
+                self._compare(answer, self.exact[number])
+        connection.close()
+
+    def _compare(self, answer: bytes, exact: Tensor) -> None:
+        found = torch.tensor(json.loads(answer)["images"][0]["cls"])
+        error = float((found - exact).norm() / exact.norm())
+        self.error = max(self.error, error)
+        if error > _TOLERANCE:
+            self.wrong.append(f"features with a relative error of {error:.1e}")
+
+
+def _hostile_bodies(jpeg: bytes) -> Iterator[tuple[bytes, str]]:
+    """Bodies that a server must refuse, and their content types."""
+    bomb = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
+    form = "multipart/form-data; boundary=x"
+    yield b"", "image/jpeg"
+    yield random.randbytes(100_000), "image/jpeg"
+    yield jpeg[: len(jpeg) // 2], "image/jpeg"
+    yield jpeg[:200] + random.randbytes(1000), "image/jpeg"
+    yield bomb.getvalue(), "image/png"
+    yield b"--x\r\n\r\n" + jpeg, form
+    yield b"--x\r\n\r\n" * 10_000 + b"--x--", form
+    yield b"--x\r\n\r\n" + jpeg + b"\r\n--x\r\n\r\nnone\r\n--x--", form
+    yield jpeg, "multipart/form-data"
