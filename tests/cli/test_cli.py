@@ -40,7 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"], ["explore"]]
+    "command",
+    [[], ["demo"], ["embed"], ["distill"], ["report"], ["info"], ["convert"], ["export"], ["explore"], ["serve"]],
 )
 def test_help_of_every_command_is_complete(command: list[str]) -> None:
     result = run(app, [*command, "--help"])

@@ -175,6 +175,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["explore", "--host", "a..b", "--port", "0"], "cannot listen on 'a..b'"),
     (["explore", "--host", "\udce9", "--port", "0"], r"cannot listen on '\udce9'"),
     (["explore", "--port", "99999"], "--port"),
+    (["serve", "--port", "0", "--size", "70"], "size=70: must be a multiple of 16"),
+    (["serve", "--port", "0", "--token", "short"], "--token: at least 8 letters"),
     ([*KNN, "--size", f"16{HUGE[1:]}"], "must be an integer of 64 bits"),
     ([*KNN, "--size", "32", "--batch-size", HUGE], "--batch-size"),
     ([*KNN, "--size", "32", "--seed", "-1"], "--seed"),
@@ -269,10 +271,12 @@ def test_a_missing_package_names_its_extra(
         ("timm", [*features, "timm:resnet10t"], "train"),
         ("transformers", [*features, "empty"], "train"),
         ("uvicorn", ["explore", "--port", "0"], "web"),
+        ("prometheus_client", ["serve", "--port", "0"], "web"),
     ):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, module, None)
-            patched.delitem(sys.modules, "veca.web.connections", raising=False)  # may be imported already
+            for name in ("connections", "serve.app", "serve.state", "serve.metrics"):
+                patched.delitem(sys.modules, f"veca.web.{name}", raising=False)  # may be imported already
             assert call(arguments, place, patched) == 1
         shown = capsys.readouterr().err
         assert f"{module}, which is not installed: pip install 'veca[{extra}]'" in shown

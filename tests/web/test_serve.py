@@ -319,8 +319,13 @@ def test_features_that_are_not_finite_are_an_answer() -> None:
         with torch.no_grad():
             model.norm.weight[0] = float("nan")
         assert "hold NaN or infinity" in problem(client.post("/embed", content=PHOTO), 422)
-    with pytest.raises(NonFiniteError), serve(model=model):
-        pass
+    with pytest.raises(NonFiniteError):
+        serve(model=model)
+    classifier = make_tiny(num_classes=7)
+    with serve(model=classifier) as client:
+        with torch.no_grad():
+            classifier.head.weight[0] = float("inf")  # type: ignore[index]
+        assert "hold NaN or infinity" in problem(client.post("/predict", content=PHOTO), 422)
 
 
 def test_a_default_that_the_model_was_not_trained_at_is_refused() -> None:

@@ -50,10 +50,10 @@ def create_service(
     Only /health answers without the token.
     """
     service = Service(models, settings, limits)
+    service.warm_up()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
         yield
         await asyncio.to_thread(service.close)
 
@@ -175,9 +175,8 @@ async def predict_classes(
 @service_router.get("/health", responses={503: {"model": schemas.Health, "description": "It takes no images."}})
 async def get_health(service: ServiceDep, response: Response) -> schemas.Health:
     """Whether the server takes images; answered without a token."""
-    ready = service.ready and not service.batcher.broken
-    response.status_code = 200 if ready else 503
-    return schemas.Health(ready=ready, waiting=service.waiting)
+    response.status_code = 200 if service.ready else 503
+    return schemas.Health(ready=service.ready, waiting=service.waiting)
 
 
 @service_router.get("/metrics", responses={**error_responses(), 200: {"content": {"text/plain": {}}}})

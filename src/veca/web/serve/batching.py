@@ -45,7 +45,7 @@ class Batcher(Generic[K, T, R]):
         self.on_broken: Callable[[], object] = lambda: None
         self._waiting: list[_Waiting[K, T, R]] = []  # the oldest first
         self._condition = threading.Condition()
-        self._open = True
+        self.is_open = True
         self._thread = threading.Thread(target=self._run_batches, name="veca-model", daemon=True)
         self._thread.start()
 
@@ -57,7 +57,7 @@ class Batcher(Generic[K, T, R]):
         """Queue items; a future that is cancelled before its batch begins is dropped from it."""
         added = [_Waiting[K, T, R](key, item, time.monotonic(), Future()) for item in items]
         with self._condition:
-            if not self._open:
+            if not self.is_open:
                 raise BusyError("The server is shutting down.", connection="close")
             self._waiting += added
             self._condition.notify()
@@ -66,7 +66,7 @@ class Batcher(Generic[K, T, R]):
     def close(self) -> None:
         """Finish what is queued, and end the thread."""
         with self._condition:
-            self._open = False
+            self.is_open = False
             self._condition.notify()
         self._thread.join()
 
@@ -97,7 +97,7 @@ class Batcher(Generic[K, T, R]):
             while True:
                 self._waiting = [waiting for waiting in self._waiting if not waiting.future.cancelled()]
                 if not self._waiting:
-                    if not self._open:
+                    if not self.is_open:
                         return []
                     self._condition.wait()
                     continue
@@ -105,7 +105,7 @@ class Batcher(Generic[K, T, R]):
                 limit = self.max_batch(first.key)
                 batch = list(islice((waiting for waiting in self._waiting if waiting.key == first.key), limit))
                 left = first.since + self.max_wait - time.monotonic()
-                if len(batch) < limit and left > 0 and self._open:
+                if len(batch) < limit and left > 0 and self.is_open:
                     self._condition.wait(left)
                     continue
                 chosen = set(map(id, batch))

@@ -62,7 +62,6 @@ class Service:
             self._run, self._batch_size, settings.max_wait / 1000
         )
         self.responses = asyncio.Semaphore(2)  # built at once: those with patches take tens of megabytes each
-        self.ready = False
         self._pool = ThreadPoolExecutor(usable_cpus(), "veca-decode")
         self._places: Counter[str] = Counter()  # taken by each address
         try:
@@ -70,18 +69,22 @@ class Service:
         except RequestError as error:
             raise ArgumentError(f"the default setting is none of the model's: {error.message}") from error
 
-    async def start(self) -> None:
-        """Run every model once: the first pass of a process is slow."""
+    def warm_up(self) -> None:
+        """Run every model once: the first pass of a process is slow. An error of the model is raised."""
+        image = torch.zeros(3, self.settings.size, self.settings.size, dtype=torch.uint8)
         for setting in self.default.values():
-            side = self.settings.size
-            await self._submit(setting, True, [torch.zeros(3, side, side, dtype=torch.uint8)])
-        self.ready = True
+            for future in self.batcher.submit(_batch_key(setting, True, image), [image]):
+                future.result()
 
     def close(self) -> None:
         """Finish what was accepted."""
-        self.ready = False
         self.batcher.close()
         self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes images."""
+        return self.batcher.is_open and not self.batcher.broken
 
     @property
     def waiting(self) -> int:
@@ -146,8 +149,7 @@ class Service:
     async def _submit(self, setting: ServeSetting, cls_only: bool, pixels: Sequence[Tensor]) -> list[ServedFeatures]:
         queued = []
         for each in pixels:
-            key = BatchKey(setting.model, setting.cores, setting.width, cls_only, tuple(each.shape))
-            queued += self.batcher.submit(key, [each])
+            queued += self.batcher.submit(_batch_key(setting, cls_only, each), [each])
         futures = [asyncio.wrap_future(future) for future in queued]
         try:
             return list(await asyncio.gather(*futures))
@@ -168,7 +170,7 @@ class Service:
             batch = normalize(torch.stack(pixels).to(self.device))
             with torch.autocast(self.device.type, torch.bfloat16, self.settings.precision == "bfloat16"):
                 out = model(batch, cores=key.cores, cls_only=key.cls_only, width=key.width)
-            check_finite(model, out.cores, out.patches)
+            check_finite(model, out.cores, out.patches, *[out.logits] * (out.logits is not None))
             cores, patches = out.cores.float().cpu(), out.patches.float().cpu()
             logits = None if out.logits is None else out.logits.float().cpu()
         self.metrics.images.labels(key.model).inc(len(pixels))
@@ -190,6 +192,10 @@ def _prepare(model: Veca, settings: ServeSettings) -> Veca:
     if supports_fused(model.config, device, dtype) and not unfusable_reason(model):
         return optimize(model, dtype=dtype, cuda_graphs=False)  # batches have any size: a graph would seldom be reused
     return model.eval()
+
+
+def _batch_key(setting: ServeSetting, cls_only: bool, pixels: Tensor) -> BatchKey:
+    return BatchKey(setting.model, setting.cores, setting.width, cls_only, tuple(pixels.shape))
 
 
 def _decode(data: bytes, setting: ServeSetting) -> Tensor:
