@@ -57,7 +57,7 @@ class Service:
         self.settings, self.models = settings, {name: _prepare(model, settings) for name, model in models.items()}
         self.device = next(iter(self.models.values())).norm.weight.device
         self.uploads = UploadReceiver(limits)
-        self.metrics = Metrics(lambda: sum(self._places.values()))
+        self.metrics = Metrics(lambda: self.waiting)
         self.batcher: Batcher[BatchKey, Tensor, ServedFeatures] = Batcher(
             self._run, self._batch_size, settings.max_wait / 1000
         )
