@@ -218,7 +218,7 @@ def test_the_repository_stays_small() -> None:
         pytest.skip("not a clone")
     listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     files = [ROOT / name for name in listed.split("\0") if name]
-    assert sum(file.stat().st_size for file in files if file.is_file()) < 25e6
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 27e6
 
 
 @pytest.mark.parametrize("name", ALL)

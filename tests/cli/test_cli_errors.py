@@ -180,7 +180,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*KNN, "--size", f"16{HUGE[1:]}"], "must be an integer of 64 bits"),
     ([*KNN, "--size", "32", "--batch-size", HUGE], "--batch-size"),
     ([*KNN, "--size", "32", "--seed", "-1"], "--seed"),
-    (["probe", "knn", "--model", "m", "--data", "lab", "--size", "32", "--k", "20"], "which is 2: name a smaller k"),
+    (["probe", "knn", "--model", "m", "--data", "lab", "--size", "32", "--k", "20"], "which is 4: name a smaller k"),
     ([*KNN, "--size", "32", "--out", "r\udce9"], r"r\udce9 is no name in UTF-8"),
     ([*KNN, "--size", "32", "--device", "meta"], "device 'meta' cannot be used"),
     (["probe", "knn", "--model", "m", "--data", "few", "--size", "32"], "few: no picture is left for"),

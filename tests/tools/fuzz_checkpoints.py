@@ -505,7 +505,8 @@ def safetensors() -> Iterator[Case]:
     weights = {f"veca.{name}": tensor for name, tensor in make_model().state_dict().items()}
     told = json.dumps({"model_type": "veca", **config})
     yield beside("good", told, weights, MODEL)
-    yield beside("scalar-head", told, {**weights, "head.weight": torch.tensor(1.0)})
+    yield beside("scalar-head", told, {**weights, "veca.head.weight": torch.tensor(1.0)})
+    yield beside("other-head", told, {**weights, "head.weight": torch.tensor(1.0)}, MODEL)  # of pixels: left out
     yield beside("open", "[" * 100_000, weights)
     yield beside("long", " " * (2**24 + 1), weights)
     yield beside("provenance", told[:-1] + ',"provenance":[[]]}', weights, MODEL)

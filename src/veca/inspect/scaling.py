@@ -35,7 +35,7 @@ DENSE = "dense ViT"
 DASHES = ("", "7 4", "2 3")
 
 
-class MeasuredCost(NamedTuple):
+class CallCost(NamedTuple):
     seconds: float
     mebibytes: float
     """Peak memory of tensors, without the weights."""
@@ -128,7 +128,7 @@ def finish(steps: Steps[T]) -> T:
             return result
 
 
-def measure_dense(config: VecaConfig, images: Tensor) -> Steps[MeasuredCost | None]:
+def measure_dense(config: VecaConfig, images: Tensor) -> Steps[CallCost | None]:
     """The cost of timm's dense ViT with random weights; None where timm is not installed."""
     if find_spec("timm") is None:
         return None
@@ -144,7 +144,7 @@ def measure_dense(config: VecaConfig, images: Tensor) -> Steps[MeasuredCost | No
     return (yield from measure_calls([lambda: dense.forward_features(images), *layers], images.device))
 
 
-def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> Steps[MeasuredCost]:
+def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> Steps[CallCost]:
     """Time of all calls one after the other, and the peak memory of the first; pauses between any two."""
     runs = [torch.inference_mode()(call) for call in calls]
     peak = peak_device_bytes(runs[0], device)
@@ -155,7 +155,7 @@ def measure_calls(calls: list[Callable[[], object]], device: torch.device) -> St
         for run in runs:
             yield
             samples[-1].append(timed(run, device))
-    return MeasuredCost(seconds=sum(map(min, zip(*samples, strict=True))), mebibytes=peak / 2**20)
+    return CallCost(seconds=sum(map(min, zip(*samples, strict=True))), mebibytes=peak / 2**20)
 
 
 def peak_tensor_bytes(call: Callable[[], object]) -> int:

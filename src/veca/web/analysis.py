@@ -32,7 +32,7 @@ DEFAULT_SIZE = 512
 """Short side at which the page opens."""
 REFERENCE_SIZE = 256
 """Short side at which colours are fitted, with all cores: so colours compare between budgets and resolutions."""
-SHOWN_CLASSES = 5
+LISTED_CLASSES = 5
 
 
 class Reference(NamedTuple):
@@ -106,7 +106,7 @@ def analyse(
     }
     rows, columns = out.grid
     arrays = {name: part.contiguous().numpy() for name, part in parts.items()}
-    top = top_classes(model, out.logits, SHOWN_CLASSES)
+    top = top_classes(model, out.logits, LISTED_CLASSES)
     classes = [ClassProbability(name=name, probability=probability) for name, probability in top]
     return Analysis({**about, "rows": rows, "columns": columns}, arrays, classes, attention)
 
@@ -155,7 +155,7 @@ def pack_view(analysis: Analysis) -> bytes:
     largest = np.abs(patches).max(-1, keepdims=True)
     features = np.rint(patches / np.maximum(largest, 1e-12) * 127).astype(np.int8)
     shown = {name: analysis.arrays[name] for name in ("colours", "foreground", "places")}
-    return pack({**shown, "features": features}, analysis.about)
+    return pack_tensors({**shown, "features": features}, analysis.about)
 
 
 def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]) -> bytes:
@@ -163,14 +163,14 @@ def pack_features(analysis: Analysis, file_format: Literal["npz", "safetensors"]
     arrays = analysis.arrays
     parts = {name: arrays[name] for name in ("cls", "cores", "patches")} | {"coordinates": arrays["places"]}
     if file_format == "safetensors":
-        return pack(parts, analysis.about)
+        return pack_tensors(parts, analysis.about)
     data = io.BytesIO()
     entries: dict[str, Any] = {**parts, "veca": np.array(json.dumps(analysis.about, allow_nan=False))}
     np.savez(data, **entries)
     return data.getvalue()
 
 
-def pack(parts: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> bytes:
+def pack_tensors(parts: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> bytes:
     tensors = {name: np.ascontiguousarray(part) for name, part in parts.items()}
     return save(tensors, {"veca": json.dumps(about, allow_nan=False)})
 

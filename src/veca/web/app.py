@@ -236,7 +236,7 @@ async def get_layer(
         pane = pane and f"{pane} layer"
         arrays = await client.run(explorer.model_queue, (setting, layer), steps, pane)
     # Small: needs no thread.
-    return Response(analysis.pack(arrays, {**asdict(setting), "layer": layer}), media_type=SAFETENSORS)
+    return Response(analysis.pack_tensors(arrays, {**asdict(setting), "layer": layer}), media_type=SAFETENSORS)
 
 
 @router.get("/classes", responses=error_responses(404, 409, 422))
@@ -299,7 +299,7 @@ async def get_scaling(client: ClientDep, model: schemas.ModelName) -> schemas.Sc
 
 @router.get("/scaling/times", responses=error_responses(409, 422))
 async def get_scaling_times(
-    client: ClientDep, model: schemas.ModelName, size: schemas.Size, pane: schemas.PaneId = None
+    client: ClientDep, model: schemas.ModelName, size: schemas.ShortSide, pane: schemas.PaneId = None
 ) -> schemas.ScalingTimes:
     """Seconds of a square image for each line of /api/scaling, measured on this machine once it is idle."""
     explorer = client.explorer

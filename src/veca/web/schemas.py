@@ -16,7 +16,7 @@ _ID = "^([a-z]{1,32}|[0-9a-f]{32})$"
 
 
 ModelName = Annotated[str, Query(max_length=256, description="One of those in /api/about.")]
-Size = Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
+ShortSide = Annotated[int, Query(ge=16, le=SHORT_SIDES[-1], description="Short side in pixels, as in /api/about.")]
 
 
 class ErrorResponse(BaseModel):
@@ -129,7 +129,7 @@ class ViewSetting:
     picture: Annotated[str, Query(pattern=_ID, description="The id of an image.")]
     model: ModelName
     cores: Annotated[int, Query(ge=1, le=256, description="The budget: one the model was trained at.")]
-    size: Size
+    size: ShortSide
     width: Annotated[float, Query(gt=0, le=1, description="The width: one the model was trained at.")] = 1.0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from veca.inspect.scaling import MeasuredCost, measure_calls, measure_dense, random_image
+from veca.inspect.scaling import CallCost, measure_calls, measure_dense, random_image
 from veca.model import Veca
 from veca.web import analysis, schemas
 from veca.web.analysis import DEFAULT_SIZE, Analysis, Reference
@@ -44,7 +44,7 @@ class Explorer:
         )
         self._references: ByteCache[Reference] = ByteCache(2**26, lambda reference: reference.nbytes)
         # Wrapped in a tuple, since None is a result too: the dense ViT without timm.
-        self._measured: ByteCache[tuple[MeasuredCost | None]] = ByteCache(4096, lambda _: 1)
+        self._measured: ByteCache[tuple[CallCost | None]] = ByteCache(4096, lambda _: 1)
 
     def warm_up(self) -> None:
         """Run the model as the page will ask for it first: the first pass of a process is slow."""
@@ -138,7 +138,7 @@ class Explorer:
 
     def _measure(
         self, name: str, images: Tensor, cores: int | None = None, width: float | None = None
-    ) -> JobSteps[MeasuredCost | None]:
+    ) -> JobSteps[CallCost | None]:
         """The cost of a setting, measured once; without one, of the dense ViT: None where timm is not installed."""
         key = name, images.shape, cores, width
         cached = self._measured.get(key)

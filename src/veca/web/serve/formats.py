@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from veca.web.analysis import pack
+from veca.web.analysis import pack_tensors
 from veca.web.jobs import RequestError
-from veca.web.serve.schemas import MAX_REQUEST_IMAGES, MEDIA_FORMATS, Format
+from veca.web.serve.schemas import MAX_REQUEST_IMAGES, MEDIA_FORMATS, FeatureFormat
 
 MAX_BOUNDARY = 70
 """Characters, by RFC 2046."""
@@ -64,7 +64,7 @@ def split_body(body: bytes, content_type: str) -> list[bytes]:
     return images
 
 
-def choose_format(named: Format | None, accept: str) -> Format:
+def choose_format(named: FeatureFormat | None, accept: str) -> FeatureFormat:
     """The format that a query names, or else the Accept header.
 
     >>> choose_format(None, "*/*"), choose_format(None, "text/html;q=0.9, application/vnd.safetensors")
@@ -86,7 +86,9 @@ def choose_format(named: Format | None, accept: str) -> Format:
     raise RequestError(406, f"Features are sent as one of {', '.join(MEDIA_FORMATS)}; name one of them in Accept.")
 
 
-def write_features(kinds: Sequence[str], found: Sequence[ServedFeatures], form: Format, about: dict[str, Any]) -> bytes:
+def write_features(
+    kinds: Sequence[str], found: Sequence[ServedFeatures], form: FeatureFormat, about: dict[str, Any]
+) -> bytes:
     """Features of the images of a request, as the content of its response."""
     if form == "json":
         images = [
@@ -95,7 +97,7 @@ def write_features(kinds: Sequence[str], found: Sequence[ServedFeatures], form: 
         return json.dumps({**about, "images": images}, allow_nan=False).encode()
     arrays = {kind: _stack(kind, found) for kind in kinds}
     if form == "safetensors":
-        return pack(arrays, about)
+        return pack_tensors(arrays, about)
     file = io.BytesIO()
     np.save(file, next(iter(arrays.values())), allow_pickle=False)
     return file.getvalue()

@@ -18,8 +18,8 @@ JSON = "application/json"
 MAX_REQUEST_IMAGES = 64
 MAX_SIZE = 1024
 MAX_CLASSES = 1000
-Format = Literal["json", "safetensors", "npy"]
-MEDIA_FORMATS: dict[str, Format] = {JSON: "json", SAFETENSORS: "safetensors", NPY: "npy"}
+FeatureFormat = Literal["json", "safetensors", "npy"]
+MEDIA_FORMATS: dict[str, FeatureFormat] = {JSON: "json", SAFETENSORS: "safetensors", NPY: "npy"}
 _KINDS = "cls|patches|cores"
 
 
@@ -128,7 +128,7 @@ FeaturesQuery = Annotated[
         examples=["cls", "cls,patches"],
     ),
 ]
-FormatQuery = Annotated[Format | None, Query(alias="format", description="In place of the Accept header.")]
+FormatQuery = Annotated[FeatureFormat | None, Query(alias="format", description="In place of the Accept header.")]
 TopQuery = Annotated[int, Query(ge=1, le=MAX_CLASSES, description="How many classes.", examples=[5])]
 
 _BINARY = {"type": "string", "format": "binary"}
