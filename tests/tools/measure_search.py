@@ -1,6 +1,7 @@
 """How fast and how right `veca search` is, with the pretrained weights: python tests/tools/measure_search.py DATA WORK.
 
-DATA has coco256-mini.tar, coco256-val.tar and pets-trainval.tar; the indices are made in WORK, and used again.
+DATA has coco256-mini.tar, coco256-val.tar and pets-trainval.tar, or is a folder of images, of which time and recall are
+measured alone; the indices are made in WORK, and used again.
 
 - time: a query in a process that runs, and a command from its start to its end
 - recall: for 200 images of the index, the share of the 20 nearest by float64 that a query finds, at several budgets
@@ -47,7 +48,9 @@ def read_shard(path: Path, count: int) -> dict[str, Image.Image]:
 
 
 def asked_images(data: Path, work: Path) -> list[Path]:
-    """Files of images that are in the index, of all shards alike."""
+    """Files of images that are in the index, of all shards alike, or of the folder."""
+    if files := sorted(data.glob("*.jpg")):
+        return files[:: max(1, len(files) // ASKED)][:ASKED]
     folder, each = work / "asked", ASKED // len(SHARDS) + 1
     folder.mkdir(parents=True, exist_ok=True)
     for shard in SHARDS:
@@ -110,7 +113,7 @@ def measure_recall(index: SearchIndex, paths: list[Path]) -> None:
     print(f"recall@{TOP} against exact search in float64: {np.mean(recall):.4f}, least {min(recall):.2f}")
     for cores, lists in found.items():
         firsts = zip(paths, (some[0] for some in lists), strict=True)
-        first = np.mean([asked.stem.partition(".tar-")[2] == Path(path).stem for asked, path in firsts])
+        first = np.mean([asked.stem.rpartition(".tar-")[2] == Path(path).stem for asked, path in firsts])
         pairs = zip(lists, found[64], strict=True)
         same = np.mean([len(set(some) & set(others)) / TOP for some, others in pairs])
         print(f"queries at C = {cores}: the image itself first {first:.3f}, of the {TOP} of C = 64 found {same:.3f}")
@@ -218,17 +221,18 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--only", choices=("time", "recall", "duplicates", "regions"))
     args = parser.parse_args()
+    shards = (args.data / SHARDS[0]).exists()
     if args.only != "regions":
-        origins = write_altered(args.data, args.work / "altered")
-        sources = [*(args.data / shard for shard in SHARDS), args.work / "altered"]
+        origins = write_altered(args.data, args.work / "altered") if shards else {}
+        sources = [*(args.data / shard for shard in SHARDS), args.work / "altered"] if shards else [args.data]
         index, paths = make_index(sources, args.work / "index", SETTINGS), asked_images(args.data, args.work)
         if args.only in (None, "time"):
             measure_time(index, paths)
         if args.only in (None, "recall"):
             measure_recall(index, paths)
-        if args.only in (None, "duplicates"):
+        if shards and args.only in (None, "duplicates"):
             measure_duplicates(index, origins)
-    if args.only in (None, "regions"):
+    if shards and args.only in (None, "regions"):
         measure_regions(args.data, args.work)
 
 
