@@ -298,6 +298,8 @@ def test_a_patch_of_one_picture_is_found_in_another(visit: Visit, address: str) 
     left, right = (visit.page.locator(f".pane:nth-child({i}) .features .frame") for i in (1, 2))
     box = left.bounding_box()
     left.click(position={"x": box["width"] * 2.5 / 12, "y": box["height"] * 4.5 / 8})
+    visit.until("location.hash.includes('at=')")
+    visit.drawn()
     caption = visit.page.locator(".pane:nth-child(2) .similar")
     sync_api.expect(caption).to_contain_text("Best match")
 
