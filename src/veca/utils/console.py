@@ -75,7 +75,7 @@ class ProgressTask:
         self._progress.update(self._progress.task_ids[0], advance=count, rate=rate, **fields)
 
     def describe(self, text: str) -> None:
-        self._progress.update(self._progress.task_ids[0], description=text)
+        self._progress.update(self._progress.task_ids[0], description=text, refresh=True)
 
 
 @contextmanager
