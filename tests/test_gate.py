@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,16 @@ def test_a_good_fixed_setting_is_part_of_the_baseline() -> None:
     assert gate.mixed_regret(hull, 0.1) == 1.0
 
 
-def test_the_script_runs_on_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_runs_on_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     veca.save(make_tiny(depth=1, mlp_ratio=4.0, widths=(0.25, 1), budgets=(8, 64)), tmp_path / "model")
-    make_folder(tmp_path / "mine", 4)
-    arguments = {"model": "model", "images": "mine", "out": "gate.json", "size": "32", "batch": "4", "repeats": "1"}
+    shutil.make_archive(str(tmp_path / "mine"), "tar", make_folder(tmp_path / "mine", 4))
+    arguments = {"model": "model", "images": "mine.tar", "out": "gate.json", "size": "32", "batch": "4", "repeats": "1"}
     words = [word for name, value in arguments.items() for word in (f"--{name}", value)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["gate.py", *words, "--device", "cpu"])
     gate.main()
     result = json.loads(Path("gate.json").read_text())
     assert len(result["fixed"]) == 4
+    assert result["images"] == 24
     assert result["full"] == [64, 1.0]
     assert [row["share"] for row in result["table"]] == list(gate.SHARES)

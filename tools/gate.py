@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import veca
+from veca.data.records import read_item
+from veca.data.sources import Item, iter_items
 from veca.utils.device import choose_device, describe_versions
 from veca.utils.timing import measure
 
@@ -108,12 +110,13 @@ def judge(
 
 @torch.inference_mode()
 def run_settings(
-    model: veca.Veca, paths: Sequence[Path], settings: Sequence[Setting], size: int, batch: int
+    model: veca.Veca, items: Sequence[Item], settings: Sequence[Setting], size: int, batch: int
 ) -> dict[Setting, Tensor]:
     """Global features (N, D) of the images at each setting, on the CPU."""
     device, found = model.norm.weight.device, {setting: list[Tensor]() for setting in settings}
-    for start in range(0, len(paths), batch):
-        images = torch.stack([veca.images.load_image(path, size=size) for path in paths[start : start + batch]])
+    for start in range(0, len(items), batch):
+        sources = map(read_item, items[start : start + batch])
+        images = torch.stack([veca.images.load_image(source, size=size) for source in sources])
         for cores, width in settings:
             cls = model(images.to(device), cores, cls_only=True, width=width).cls
             found[cores, width].append(cls.float().cpu())
@@ -124,7 +127,7 @@ def run_settings(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="veca_tiny")
-    parser.add_argument("--images", type=Path, required=True, help="folder of images")
+    parser.add_argument("--images", required=True, help="folder, glob or shard, as veca.embed takes it")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16)
@@ -135,9 +138,9 @@ def main() -> None:
     device = choose_device(given.device)
     model = veca.load(given.model, device=device)
     model = model if device.type == "cpu" else veca.optimize(model)
-    paths = sorted(p for p in given.images.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg", ".png"))[: given.limit]
+    items = list(itertools.islice(iter_items([given.images]), given.limit))
     settings = [(cores, width) for cores in model.config.budgets for width in model.config.widths]
-    features = run_settings(model, paths, settings, given.size, given.batch)
+    features = run_settings(model, items, settings, given.size, given.batch)
     full = features[max(settings)]
     regrets = {setting: 1 - F.cosine_similarity(own, full) for setting, own in features.items()}
     images = torch.randn(given.batch, 3, given.size, given.size, device=device)
@@ -149,7 +152,7 @@ def main() -> None:
     costs = {setting: seconds[str(setting)] for setting in settings}
     cheapest = min(costs, key=lambda s: costs[s])
     result = judge(features[cheapest], regrets, costs, seconds["gate"])
-    about = {"model": given.model, "images": len(paths), "size": given.size, "batch": given.batch}
+    about = {"model": given.model, "images": len(items), "size": given.size, "batch": given.batch}
     fixed = [{"setting": s, "ms": 1e3 * costs[s], "regret": float(regrets[s].mean())} for s in settings]
     result = {**about, **describe_versions(device), "fixed": fixed, **result}
     given.out.write_text(json.dumps(result, indent=1) + "\n")
