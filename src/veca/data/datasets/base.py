@@ -171,8 +171,8 @@ class LabelMaps:
         ids = self.train_ids[np.minimum(values, len(self.train_ids) - 1)]
         bad = (ids < 0) | (values >= len(self.train_ids))
         if bad.any():
-            value = values[bad][0]
-            raise ImageError(f"the mask has value {value}, which is not a class of this dataset. Is it from another?")
+            actual = f"the mask has value {values[bad][0]}, which is not a class of this dataset"
+            raise ImageError(f"{actual}; it may be a mask of another")
         return ids.astype(np.uint8 if self.train_ids.max() < 256 else np.uint16)
 
     def digest(self) -> bytes:
