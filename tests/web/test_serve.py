@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import socket
@@ -27,7 +28,7 @@ from sample_images import encode, fractal_image, smooth_image
 from starlette.testclient import TestClient
 
 import veca
-from veca.bench.explorer import ask
+from veca.bench.explorer import ask, worker_pids
 from veca.bench.machine import child_environment
 from veca.config import VecaConfig
 from veca.errors import ArgumentError, NonFiniteError
@@ -333,6 +334,22 @@ def test_a_default_that_the_model_was_not_trained_at_is_refused() -> None:
         serve(ServeSettings(cores=17))
 
 
+def test_a_fine_tuned_model_is_served_as_it_was_validated() -> None:
+    model = make_tiny(num_classes=7)
+    model.provenance = {"finetune": {"size": 96, "fit": "native", "max_patches": 25, "batch": 4}}
+    with serve(ServeSettings(), model) as client:
+        about = client.get("/about").json()
+        assert [about[name] for name in ("cores", "size", "fit")] == [64, 80, "native"]
+        (found,) = client.post("/predict?top=1", content=PHOTO).json()["images"]
+        logits = expected(client, PHOTO, 80, 64, fit="native").logits
+        assert found[0]["probability"] == pytest.approx(float(logits.softmax(1).max()), rel=1e-5)  # type: ignore[union-attr]
+    with serve(ServeSettings(cores=8, size=64, fit="crop"), model) as client:
+        assert [client.get("/about").json()[name] for name in ("cores", "size", "fit")] == [8, 64, "crop"]
+    with pytest.raises(ArgumentError, match="validated at 2048 px, of at most 1024; choose a --size"):
+        model.provenance = {"finetune": {"size": 2048, "batch": 4}}
+        serve(ServeSettings(), model)
+
+
 def batches_of(max_batch: int, max_wait: float, run: object) -> Batcher[str, int, int]:
     return Batcher(run, lambda _: max_batch, max_wait)  # type: ignore[arg-type]
 
@@ -370,7 +387,7 @@ def test_an_item_waits_for_others_only_so_long_and_closing_finishes_what_is_queu
     assert [each.result(0) for each in left] == [2, 2]
 
 
-def test_a_process_serves_and_answers_what_it_accepted_after_sigterm(tmp_path: object) -> None:
+def test_a_process_outlives_its_worker_and_answers_what_it_accepted_after_sigterm(tmp_path: object) -> None:
     config = {"embed_dim": 64, "depth": 2, "num_heads": 2}
     veca.save(veca.Veca(VecaConfig.from_dict(config)), str(tmp_path))
     options = ["--model", str(tmp_path), "--port", "0", "--size", "64", "--max-wait", "1000"]
@@ -384,7 +401,13 @@ def test_a_process_serves_and_answers_what_it_accepted_after_sigterm(tmp_path: o
             return json.loads(ask(port, "GET", "/health")[1])["waiting"]
 
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask, port, "POST", "/embed", PHOTO)  # waits a second for company
+            lost = pool.submit(ask, port, "POST", "/embed", PHOTO)  # waits a second for company
+            until(count_waiting)
+            (worker,) = worker_pids(server)
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(OSError):  # noqa: PT011 (reset, or closed without an answer)
+                lost.result()
+            asked = pool.submit(ask, port, "POST", "/embed", PHOTO)  # until the next worker has started
             until(count_waiting)
             server.send_signal(signal.SIGTERM)
             status, body, _ = asked.result()
