@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import socket
@@ -14,9 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx2
+import mortal_worker
 import numpy as np
 import pytest
 import torch
@@ -28,10 +29,10 @@ from sample_images import encode, fractal_image, smooth_image
 from starlette.testclient import TestClient
 
 import veca
-from veca.bench.explorer import ask, worker_pids
+from veca.bench.explorer import ask
 from veca.bench.machine import child_environment
 from veca.config import VecaConfig
-from veca.errors import ArgumentError, NonFiniteError
+from veca.errors import ArgumentError, NonFiniteError, VecaError
 from veca.images import normalize
 from veca.images.load import load_pixels
 from veca.web.connections import create_server, listen
@@ -39,6 +40,7 @@ from veca.web.jobs import BusyError
 from veca.web.serve.app import create_service
 from veca.web.serve.batching import MAX_FAILED_BATCHES, Batcher
 from veca.web.serve.schemas import MAX_REQUEST_IMAGES, ServeSettings
+from veca.web.serve.supervisor import MAX_CRASHES, supervise
 
 PHOTO = encode(fractal_image(200, 160))
 PHOTOS = [encode(smooth_image(seed, 90 + 10 * seed, 80), "JPEG") for seed in range(5)]
@@ -387,7 +389,25 @@ def test_an_item_waits_for_others_only_so_long_and_closing_finishes_what_is_queu
     assert [each.result(0) for each in left] == [2, 2]
 
 
-def test_a_process_outlives_its_worker_and_answers_what_it_accepted_after_sigterm(tmp_path: object) -> None:
+def test_a_worker_that_dies_is_started_again_and_no_client_is_refused() -> None:
+    crashes, pids, announced = list[str](), list[int](), list[bool]()
+    with listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
+        announce = partial(announced.append, True)
+        supervised = pool.submit(supervise, mortal_worker.serve, (), listening, announce, crashes.append)
+        for _ in range(MAX_CRASHES):
+            with socket.create_connection(listening.getsockname(), timeout=60) as client:
+                pids.append(int(client.recv(16)))
+                client.sendall(b"die\n")
+        with pytest.raises(VecaError, match=rf"was ended by SIGKILL, {MAX_CRASHES} times in a row"):
+            supervised.result(60)
+    assert announced == [True]
+    assert len(set(pids)) == MAX_CRASHES
+    assert crashes == ["the worker process was ended by SIGKILL; starting again"] * (MAX_CRASHES - 1)
+    with listen("127.0.0.1", 0) as listening, pytest.raises(VecaError, match="no such model"):
+        supervise(mortal_worker.serve, ("no such model",), listening, lambda: None, crashes.append)
+
+
+def test_a_process_serves_and_answers_what_it_accepted_after_sigterm(tmp_path: object) -> None:
     config = {"embed_dim": 64, "depth": 2, "num_heads": 2}
     veca.save(veca.Veca(VecaConfig.from_dict(config)), str(tmp_path))
     options = ["--model", str(tmp_path), "--port", "0", "--size", "64", "--max-wait", "1000"]
@@ -401,13 +421,7 @@ def test_a_process_outlives_its_worker_and_answers_what_it_accepted_after_sigter
             return json.loads(ask(port, "GET", "/health")[1])["waiting"]
 
         with ThreadPoolExecutor(1) as pool:
-            lost = pool.submit(ask, port, "POST", "/embed", PHOTO)  # waits a second for company
-            until(count_waiting)
-            (worker,) = worker_pids(server)
-            os.kill(worker, signal.SIGKILL)
-            with pytest.raises(OSError):  # noqa: PT011 (reset, or closed without an answer)
-                lost.result()
-            asked = pool.submit(ask, port, "POST", "/embed", PHOTO)  # until the next worker has started
+            asked = pool.submit(ask, port, "POST", "/embed", PHOTO)  # waits a second for company
             until(count_waiting)
             server.send_signal(signal.SIGTERM)
             status, body, _ = asked.result()
