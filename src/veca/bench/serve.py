@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -49,21 +50,26 @@ def bench_serve(
     with torch.inference_mode():
         exact = loaded(normalize(pixels.to(device)), cores=CORES, cls_only=True).cls.cpu()
     print(f"{model} at {SIZE} px, C = {CORES}, global feature, {device}")
-    before = _plain_rate(loaded, pixels.to(device), seconds / 2)
+    before, plain_cpu = _plain_rate(loaded, pixels.to(device), seconds / 2)
     with serving("--model", model, "--size", str(SIZE), "--cores", str(CORES), verb="serve") as (server, port):
         done = _Clients(port, jpegs, exact, hostile)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), _cpu_seconds(server)
         with _killed_half_way(server, done, seconds / 2 if kill else None):
             done.run(clients, began + seconds)
         elapsed = time.perf_counter() - began
-        peak = peak_mib(server)
-    after = _plain_rate(loaded, pixels.to(device), seconds / 2)
+        peak, cpu = peak_mib(server), (_cpu_seconds(server) - cpu) / max(1, done.statuses[200])
+    after, _ = _plain_rate(loaded, pixels.to(device), seconds / 2)
     plain, served = (before + after) / 2, done.statuses[200] / elapsed
     print(f"plain inference, batches of {BATCH}: {before:.1f} images/s before, {after:.1f} after")
     codes = ", ".join(f"{count} × {code}" for code, count in sorted(done.statuses.items()))
     print(f"{clients} clients for {seconds:.0f} s: {codes}")
     share = 100 * served / plain
     print(f"served: {served:.1f} images/s, {share:.0f} % of plain inference; clients and server share the machine")
+    if not (hostile or kill):
+        costs = (
+            f"{1000 * plain_cpu:.1f} ms of plain inference, {1000 * cpu:.1f} ms of the server: {plain_cpu / cpu:.0%}"
+        )
+        print(f"CPU time per image, which other work on the machine hardly changes: {costs}")
     waits = sorted(done.waits)
     median, late = statistics.median(waits), waits[int(0.99 * (len(waits) - 1))]
     print(f"answers: median {median:.0f} ms, 99 % within {late:.0f} ms; largest error {done.error:.1e}")
@@ -92,17 +98,27 @@ def _killed_half_way(server: subprocess.Popen[str], clients: "_Clients", after: 
         timer.cancel()
 
 
-def _plain_rate(model: Veca, pixels: Tensor, seconds: float) -> float:
-    """Images per second of the model alone, in batches of decoded images."""
+def _plain_rate(model: Veca, pixels: Tensor, seconds: float) -> tuple[float, float]:
+    """Images per second of the model alone, in batches of decoded images, and CPU seconds per image."""
     batches = pixels.split(BATCH)
     with torch.inference_mode():
-        images, end = -len(batches[0]), 0.0  # the first batch is not counted
+        images, end, cpu = -len(batches[0]), 0.0, 0.0  # the first batch is not counted
         while not end or time.perf_counter() < end:
             batch = batches[max(0, images) // BATCH % len(batches)]
             model(normalize(batch), cores=CORES, cls_only=True).cls.cpu()
             images += len(batch)
-            end = end or time.perf_counter() + seconds
-        return images / (time.perf_counter() - end + seconds)
+            if not end:
+                end, cpu = time.perf_counter() + seconds, time.process_time()
+        return images / (time.perf_counter() - end + seconds), (time.process_time() - cpu) / images
+
+
+def _cpu_seconds(server: subprocess.Popen[str]) -> float:
+    """CPU time of the worker of a server so far; nan where there is no /proc."""
+    try:
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in worker_pids(server)]
+        return sum(int(each[11]) + int(each[12]) for each in ticks) / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return math.nan
 
 
 class _Clients:
