@@ -9,6 +9,11 @@ def main() -> None:
     Importing it takes seconds, and nothing before this function does: Ctrl-C then ends the command without a traceback.
     """
     try:
+        if sys.argv[1:2] == ["serve"]:
+            from veca.utils.supervisor import SUPPORTED, is_worker, supervise
+
+            if SUPPORTED and not is_worker():
+                sys.exit(supervise([sys.executable, "-m", "veca", *sys.argv[1:]]))
         from veca.cli.main import main as run
 
         run()

@@ -13,11 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import httpx2
-import mortal_worker
 import numpy as np
 import pytest
 import torch
@@ -32,7 +30,7 @@ import veca
 from veca.bench.explorer import ask
 from veca.bench.machine import child_environment
 from veca.config import VecaConfig
-from veca.errors import ArgumentError, NonFiniteError, VecaError
+from veca.errors import ArgumentError, NonFiniteError
 from veca.images import normalize
 from veca.images.load import load_pixels
 from veca.web.connections import create_server, listen
@@ -40,7 +38,6 @@ from veca.web.jobs import BusyError
 from veca.web.serve.app import create_service
 from veca.web.serve.batching import MAX_FAILED_BATCHES, Batcher
 from veca.web.serve.schemas import MAX_REQUEST_IMAGES, ServeSettings
-from veca.web.serve.supervisor import MAX_CRASHES, supervise
 
 PHOTO = encode(fractal_image(200, 160))
 PHOTOS = [encode(smooth_image(seed, 90 + 10 * seed, 80), "JPEG") for seed in range(5)]
@@ -387,24 +384,6 @@ def test_an_item_waits_for_others_only_so_long_and_closing_finishes_what_is_queu
     left: list[Future[int]] = patient.submit("a", [1, 2])
     patient.close()
     assert [each.result(0) for each in left] == [2, 2]
-
-
-def test_a_worker_that_dies_is_started_again_and_no_client_is_refused() -> None:
-    crashes, pids, announced = list[str](), list[int](), list[bool]()
-    with listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
-        announce = partial(announced.append, True)
-        supervised = pool.submit(supervise, mortal_worker.serve, (), listening, announce, crashes.append)
-        for _ in range(MAX_CRASHES):
-            with socket.create_connection(listening.getsockname(), timeout=60) as client:
-                pids.append(int(client.recv(16)))
-                client.sendall(b"die\n")
-        with pytest.raises(VecaError, match=rf"was ended by SIGKILL, {MAX_CRASHES} times in a row"):
-            supervised.result(60)
-    assert announced == [True]
-    assert len(set(pids)) == MAX_CRASHES
-    assert crashes == ["the worker process was ended by SIGKILL; starting again"] * (MAX_CRASHES - 1)
-    with listen("127.0.0.1", 0) as listening, pytest.raises(VecaError, match="no such model"):
-        supervise(mortal_worker.serve, ("no such model",), listening, lambda: None, crashes.append)
 
 
 def test_a_process_serves_and_answers_what_it_accepted_after_sigterm(tmp_path: object) -> None:

@@ -183,7 +183,7 @@ def worker_pids(server: subprocess.Popen[str]) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server.pid and b"spawn_main" in (path / "cmdline").read_bytes():
+            if parent == server.pid:
                 found.append(int(path.name))
     return found
 

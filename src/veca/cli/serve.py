@@ -1,17 +1,14 @@
 """`veca serve`: models behind an HTTP API."""
 
-import socket
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from veca.cli import options as opt
-from veca.cli.common import err, load_models, out, warn
+from veca.cli.common import err, load_models, out
 from veca.errors import needs_extra
 from veca.images import Fit
-
-if TYPE_CHECKING:
-    from veca.web.serve.schemas import ServeSettings
+from veca.search.index import SearchIndex
+from veca.utils.supervisor import Supervised
 
 _DEFAULT = "{}, or as it was fine-tuned"
 
@@ -40,42 +37,26 @@ def serve_command(
     with needs_extra("the server needs", "web"):
         from veca.web.connections import listen, printed_address
         from veca.web.security import choose_token, names_of
+        from veca.web.serve.app import create_service, run_service
         from veca.web.serve.schemas import ServeSettings
-        from veca.web.serve.supervisor import supervise
 
+    worker = Supervised.attach()
+    again = worker is not None and worker.listening is not None
     given = token
-    token = choose_token(token, host)
+    token = worker.notes["token"] if worker and again else choose_token(token, host)
     settings = ServeSettings(
         cores=cores, width=width, size=size, fit=fit, precision=precision, max_batch=max_batch, max_wait=max_wait,
         queue=queue,
     )  # fmt: skip
-    with listen(host, port) as listening:
+    with (worker and worker.listening) or listen(host, port) as listening:
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
-
-        def announce() -> None:
+        searched = None if index is None else SearchIndex.open(index)
+        app = create_service(load_models(model, device), settings, index=searched, hosts=hosts, token=token)
+        if worker:
+            worker.report_ready(listening, token=token)
+        if not again:
             out.print(f"Serving: {printed_address(host, listening)}", soft_wrap=True)
             if token and not given:
                 out.print(f"Token: {token}", soft_wrap=True)
             err.print("Ctrl-C ends it.")
-
-        supervise(_serve, (tuple(model), device, index, settings, hosts, token), listening, announce, warn)
-
-
-def _serve(
-    listening: socket.socket,
-    on_ready: Callable[[], None],
-    model: Sequence[str],
-    device: str,
-    index: Path | None,
-    settings: "ServeSettings",
-    hosts: set[str],
-    token: str | None,
-) -> None:
-    """What the worker process does."""
-    from veca.search.index import SearchIndex
-    from veca.web.serve.app import create_service, run_service
-
-    searched = None if index is None else SearchIndex.open(index)
-    app = create_service(load_models(model, device), settings, index=searched, hosts=hosts, token=token)
-    on_ready()
-    run_service(app, listening)
+        run_service(app, listening)
