@@ -57,7 +57,7 @@ def bench_serve(
         with _killed_half_way(server, done, seconds / 2 if kill else None):
             done.run(clients, began + seconds)
         elapsed = time.perf_counter() - began
-        peak, cpu = peak_mib(server), (_cpu_seconds(server) - cpu) / max(1, done.statuses[200])
+        peak, cpu = max(done.peak, peak_mib(server)), (_cpu_seconds(server) - cpu) / max(1, done.statuses[200])
     after, _ = _plain_rate(loaded, pixels.to(device), seconds / 2)
     plain, served = (before + after) / 2, done.statuses[200] / elapsed
     print(f"plain inference, batches of {BATCH}: {before:.1f} images/s before, {after:.1f} after")
@@ -85,7 +85,7 @@ def _killed_half_way(server: subprocess.Popen[str], clients: "_Clients", after: 
     """Kill the worker of a server so many seconds after the block has begun."""
 
     def kill() -> None:
-        clients.killed_at = time.perf_counter()
+        clients.peak, clients.killed_at = peak_mib(server), time.perf_counter()
         for pid in worker_pids(server):
             os.kill(pid, signal.SIGKILL)
 
@@ -134,6 +134,8 @@ class _Clients:
         self.error = 0.0
         self.killed_at: float | None = None
         self.cut, self.recovered_after = 0, math.nan
+        self.peak = 0.0
+        """MiB of the server until its worker was killed."""
 
     def run(self, clients: int, end: float) -> None:
         with ThreadPoolExecutor(clients) as pool:
