@@ -66,10 +66,8 @@ def bench_serve(
     share = 100 * served / plain
     print(f"served: {served:.1f} images/s, {share:.0f} % of plain inference; clients and server share the machine")
     if not (hostile or kill):
-        costs = (
-            f"{1000 * plain_cpu:.1f} ms of plain inference, {1000 * cpu:.1f} ms of the server: {plain_cpu / cpu:.0%}"
-        )
-        print(f"CPU time per image, which other work on the machine hardly changes: {costs}")
+        both = f"plain inference {1000 * plain_cpu:.1f} ms, server {1000 * cpu:.1f} ms"
+        print(f"CPU time per image, which other work hardly changes: {both}, {100 * plain_cpu / cpu:.0f} %")
     waits = sorted(done.waits)
     median, late = statistics.median(waits), waits[int(0.99 * (len(waits) - 1))]
     print(f"answers: median {median:.0f} ms, 99 % within {late:.0f} ms; largest error {done.error:.1e}")
