@@ -46,7 +46,7 @@ def supervise(command: Sequence[str]) -> int:
         if process is not None:
             process.terminate()
 
-    listening, notes, crashes = None, {}, 0
+    listening, notes, crashes = None, dict[str, Any](), 0
     with handled_by(stop, lambda _, old: old is not signal.SIG_IGN):
         while True:
             began = time.monotonic()

@@ -310,8 +310,10 @@ async def search_index(
     config = explorer.find_model(index.model).config
     check_offered("cores", cores, config.budgets)
     check_offered("width", width, config.widths)
-    part = tuple(map(int, box.split(","))) if box else None
-    steps, pane = index.search(await client.image(id), part, count, cores, width), pane and f"{pane} search"
+    steps, pane = (
+        index.search(await client.image(id), schemas.parse_box(box), count, cores, width),
+        pane and f"{pane} search",
+    )
     return await client.run(explorer.model_queue, ("search", id, box, count, cores, width), steps, pane)
 
 

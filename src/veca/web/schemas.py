@@ -173,6 +173,19 @@ FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
 _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]
 
+
+def parse_box(text: str | None) -> tuple[int, int, int, int] | None:
+    """The region of a query; None: there is none.
+
+    >>> parse_box("40,60,200,120")
+    (40, 60, 200, 120)
+    """
+    if text is None:
+        return None
+    x, y, width, height = map(int, text.split(","))
+    return x, y, width, height
+
+
 _ERRORS = {
     400: "The body is empty, or no form.",
     401: "The token is missing or wrong.",

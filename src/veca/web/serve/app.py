@@ -20,7 +20,7 @@ from veca.web.app import EXCEPTION_HANDLERS
 from veca.web.connections import LIMITS, Limits, create_server
 from veca.web.images import MAX_UPLOAD_BYTES
 from veca.web.jobs import DroppedError, RequestError
-from veca.web.schemas import error_responses
+from veca.web.schemas import error_responses, parse_box
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 from veca.web.serve import schemas
 from veca.web.serve.batching import MAX_FAILED_BATCHES
@@ -187,11 +187,11 @@ async def predict_classes(
 async def find_similar(request: Request, service: ServiceDep, asked: schemas.SimilarQueryDep) -> schemas.SimilarImages:
     """The images of the index that are most like an image, or like each of several; with a box, like a region of it."""
     setting = service.resolve_query(asked.cores, asked.width)
-    box = asked.box and tuple(map(int, asked.box.split(",")))
+    box = parse_box(asked.box)
     async with _received(request, service, setting.size) as images:
         if box and len(images) > 1:
             raise RequestError(422, f"A box is of one image, and there are {len(images)}: send them one by one.")
-        found = await _while_connected(request, service.search(images, setting, asked.top, box or None))
+        found = await _while_connected(request, service.search(images, setting, asked.top, box))
     lists = [[schemas.SimilarImage(**match._asdict()) for match in matches] for matches in found]
     return schemas.SimilarImages(model=setting.model, cores=setting.cores, width=setting.width, images=lists)
 

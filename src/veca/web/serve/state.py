@@ -142,8 +142,8 @@ class Service:
         size = trained.size
         if trained.fit == "native" and trained.max_patches:
             size = math.isqrt(trained.max_patches) * PATCH
-        cores = trained.cores if given.cores == "auto" and trained.cores in budgets else given.cores
-        cores = max(budgets) if cores in ("auto", None) else cores
+        wanted = trained.cores if given.cores == "auto" else given.cores
+        cores = max(budgets) if wanted is None or (given.cores == "auto" and wanted not in budgets) else wanted
         self._check_budget(name, cores, given.width)
         width = given.width or trained.width or max(model.config.widths)
         if (size := given.size or size) > MAX_SIZE:
