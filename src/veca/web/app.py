@@ -297,8 +297,8 @@ async def get_neighbours(
 async def search_index(
     client: ClientDep,
     id: schemas.PictureQuery,
-    cores: schemas.Budget,
-    width: schemas.Width = 1.0,
+    cores: schemas.QueryCores,
+    width: schemas.QueryWidth = 1.0,
     box: schemas.BoxQuery = None,
     count: schemas.MatchCount = 20,
     pane: schemas.PaneId = None,

@@ -167,8 +167,8 @@ BoxQuery = Annotated[
         pattern=r"^\d{1,5}(,\d{1,5}){3}$", description="Search by a region: X,Y,WIDTH,HEIGHT in pixels of the image."
     ),
 ]
-Budget = Annotated[int, Query(alias="cores", ge=1, le=256, description="The budget: one the model was trained at.")]
-Width = Annotated[float, Query(alias="width", gt=0, le=1, description="The width: one the model was trained at.")]
+QueryCores = Annotated[int, Query(alias="cores", ge=1, le=256, description="The budget: one the model was trained at.")]
+QueryWidth = Annotated[float, Query(alias="width", gt=0, le=1, description="The width: one the model was trained at.")]
 FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
 _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]
