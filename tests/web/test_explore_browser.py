@@ -283,10 +283,12 @@ def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: An
         sync_api.expect(caption).to_contain_text(" to ")
     visit.remembered("cores2", "8")
     visit.until("location.hash.includes('at=')")
+    visit.drawn()
     told = [visit.page.locator(".listens span").nth(i).inner_text() for i in range(2)]
     again = Visit(browser.new_page(viewport=DESKTOP), address).open(visit.page.url.partition("#")[2])
     again.shown("astronaut 64 128 2")
     again.shown("astronaut 8 512 2", pane=1)
+    again.drawn()
     assert [again.page.locator(".listens span").nth(i).inner_text() for i in range(2)] == told
     again.page.close()
     assert again.complaints == []
