@@ -1,5 +1,6 @@
 """The `veca` command and `python -m veca`, which is also what torchrun starts: `torchrun … -m veca distill …`."""
 
+import os
 import sys
 
 
@@ -13,7 +14,9 @@ def main() -> None:
             from veca.utils.supervisor import SUPPORTED, is_worker, supervise
 
             if SUPPORTED and not is_worker():
-                sys.exit(supervise([sys.executable, "-m", "veca", *sys.argv[1:]]))
+                # As this process was started: the name of the command is in what it prints.
+                own = sys.argv[:1] if os.path.basename(sys.argv[0]) == "veca" else ["-m", "veca"]
+                sys.exit(supervise([sys.executable, *own, *sys.argv[1:]]))
         from veca.cli.main import main as run
 
         run()
