@@ -1,5 +1,6 @@
 """The `veca` command and `python -m veca`, which is also what torchrun starts: `torchrun … -m veca distill …`."""
 
+import os
 import sys
 
 
@@ -9,6 +10,13 @@ def main() -> None:
     Importing it takes seconds, and nothing before this function does: Ctrl-C then ends the command without a traceback.
     """
     try:
+        if sys.argv[1:2] == ["serve"]:
+            from veca.utils.supervisor import SUPPORTED, is_worker, supervise
+
+            if SUPPORTED and not is_worker():
+                # As this process was started: the name of the command is in what it prints.
+                own = sys.argv[:1] if os.path.basename(sys.argv[0]) == "veca" else ["-m", "veca"]
+                sys.exit(supervise([sys.executable, *own, *sys.argv[1:]]))
         from veca.cli.main import main as run
 
         run()

@@ -107,7 +107,7 @@ def measure_recall(index: SearchIndex, paths: list[Path]) -> None:
     for path in paths:
         for cores in (64, 32, 8):
             found.setdefault(cores, []).append([match.path for match in index.query(path, TOP, cores=cores)])
-        query = index._embed(path, {"cores": 64, "width": 1.0}).numpy().astype(np.float64)
+        query = index.embed_query(path).numpy().astype(np.float64)
         exact = {names[row] for row in np.argsort(-(vectors @ query), kind="stable")[:TOP]}
         recall.append(len(exact & set(found[64][-1])) / TOP)
     print(f"recall@{TOP} against exact search in float64: {np.mean(recall):.4f}, least {min(recall):.2f}")

@@ -25,11 +25,14 @@ from sample_images import encode, fractal_image
 
 from veca.bench.explorer import ask
 from veca.data.index import ImageIndex
+from veca.embed import EmbedSettings
 from veca.images.samples import sample_images
 from veca.report.page import DARK, LIGHT
+from veca.search import update_index
 from veca.web.app import create_app
 from veca.web.connections import create_server
 from veca.web.folder import Folder
+from veca.web.searched import open_searched
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 REQUIRED = os.environ.get("VECA_BROWSER") == "required"
@@ -280,10 +283,12 @@ def test_panes_share_a_cursor_and_a_link_restores_them(visit: Visit, browser: An
         sync_api.expect(caption).to_contain_text(" to ")
     visit.remembered("cores2", "8")
     visit.until("location.hash.includes('at=')")
+    visit.drawn()
     told = [visit.page.locator(".listens span").nth(i).inner_text() for i in range(2)]
     again = Visit(browser.new_page(viewport=DESKTOP), address).open(visit.page.url.partition("#")[2])
     again.shown("astronaut 64 128 2")
     again.shown("astronaut 8 512 2", pane=1)
+    again.drawn()
     assert [again.page.locator(".listens span").nth(i).inner_text() for i in range(2)] == told
     again.page.close()
     assert again.complaints == []
@@ -349,6 +354,53 @@ def test_neighbours_in_the_folder_can_be_opened(browser: Any, tmp_path: Path) ->
         visit.until("/^[0-9a-f]{32} 64 128/.test(document.querySelector('.pane').dataset.shown)")
         sync_api.expect(page.locator("#folder-pictures button")).to_have_count(4)
         assert all("404" in text for text in visit.complaints), "Chromium itself reports the unreadable file"
+        page.close()
+
+
+def test_an_index_is_searched_by_a_picture_and_by_a_box_drawn_over_it(browser: Any, tmp_path: Path) -> None:
+    photos, model = tmp_path / "photos", make_tiny()
+    photos.mkdir()
+    for path in sample_images():
+        with Image.open(path) as image:
+            image.convert("RGB").save(photos / f"copy of {path.stem}.png")
+    settings = EmbedSettings(cores=64, size=64, fit="stretch", dense=True, cells=2)
+    update_index(
+        [photos], tmp_path / "index", model=model, model_name="tiny", settings=settings, workers=0, progress=False
+    )
+    models = {"tiny": model, "other": make_tiny(depth=2)}
+    app = create_app(models, index=open_searched(tmp_path / "index", models))
+    page = browser.new_page(viewport=DESKTOP)
+    with serving(app) as address:
+        visit = Visit(page, address).open("picture=coffee&size=128")
+        visit.shown("coffee 64 128 2")
+        found = page.locator(".found .strip button")
+        sync_api.expect(page.locator(".found h3")).to_contain_text("by global feature", timeout=60000)
+        assert found.first.get_attribute("title").startswith("copy of coffee.png, cosine 1.00")
+        assert page.locator(".found i").count() == 0
+        frame = page.locator(".features .frame").bounding_box()
+        held = visit.value("at")
+        page.mouse.move(frame["x"] + 0.55 * frame["width"], frame["y"] + 0.05 * frame["height"])
+        page.mouse.down()
+        page.mouse.move(frame["x"] + 0.75 * frame["width"], frame["y"] + 0.3 * frame["height"])
+        page.mouse.move(frame["x"] + 0.95 * frame["width"], frame["y"] + 0.45 * frame["height"])
+        page.mouse.up()
+        sync_api.expect(page.locator(".found h3")).to_contain_text("by the part in the box")
+        sync_api.expect(page.locator(".found i")).to_have_count(4)
+        visit.until("new URLSearchParams(location.hash.slice(1)).has('box')")
+        box = visit.value("box").split(",")
+        assert box[0] == "coffee"
+        assert [float(value) for value in box[1:]] == pytest.approx([0.55, 0.05, 0.4, 0.4], abs=0.02)
+        assert visit.value("at") == held, "a drag holds no patch"
+        page.keyboard.press("Escape")
+        sync_api.expect(page.locator(".found h3")).to_contain_text("by global feature")
+        page.click(".found .whole")
+        sync_api.expect(page.locator(".found h3")).to_contain_text("by the part in the box")
+        page.locator(".found .strip button").first.click()
+        sync_api.expect(page.locator(".found h3")).to_contain_text("by global feature")
+        visit.until("/^[0-9a-f]{32} 64 128/.test(document.querySelector('.pane').dataset.shown)")
+        page.select_option(".pane select", "other")
+        sync_api.expect(page.locator(".found")).to_be_hidden()
+        assert visit.complaints == []
         page.close()
 
 

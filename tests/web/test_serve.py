@@ -333,6 +333,22 @@ def test_a_default_that_the_model_was_not_trained_at_is_refused() -> None:
         serve(ServeSettings(cores=17))
 
 
+def test_a_fine_tuned_model_is_served_as_it_was_validated() -> None:
+    model = make_tiny(num_classes=7)
+    model.provenance = {"finetune": {"size": 96, "fit": "native", "max_patches": 25, "batch": 4}}
+    with serve(ServeSettings(), model) as client:
+        about = client.get("/about").json()
+        assert [about[name] for name in ("cores", "size", "fit")] == [64, 80, "native"]
+        (found,) = client.post("/predict?top=1", content=PHOTO).json()["images"]
+        logits = expected(client, PHOTO, 80, 64, fit="native").logits
+        assert found[0]["probability"] == pytest.approx(float(logits.softmax(1).max()), rel=1e-5)  # type: ignore[union-attr]
+    with serve(ServeSettings(cores=8, size=64, fit="crop"), model) as client:
+        assert [client.get("/about").json()[name] for name in ("cores", "size", "fit")] == [8, 64, "crop"]
+    with pytest.raises(ArgumentError, match="validated at 2048 px, of at most 1024; choose a --size"):
+        model.provenance = {"finetune": {"size": 2048, "batch": 4}}
+        serve(ServeSettings(), model)
+
+
 def batches_of(max_batch: int, max_wait: float, run: object) -> Batcher[str, int, int]:
     return Batcher(run, lambda _: max_batch, max_wait)  # type: ignore[arg-type]
 

@@ -3,18 +3,25 @@
 import http.client
 import io
 import json
+import math
+import os
 import random
+import signal
 import statistics
+import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.bench.explorer import peak_mib, serving, synthetic_jpeg
+from veca.bench.explorer import peak_mib, serving, synthetic_jpeg, worker_pids
 from veca.checkpoint.loading import load_or_random
 from veca.errors import VecaError
 from veca.images import normalize
@@ -27,50 +34,89 @@ _TOLERANCE = 1e-5
 """Relative error of features beyond which an answer is wrong: float32 in batches of another size."""
 
 
-def bench_serve(model: str = "veca_tiny", clients: int = 32, seconds: float = 20, hostile: bool = False) -> None:
+def bench_serve(
+    model: str = "veca_tiny", clients: int = 32, seconds: float = 20, hostile: bool = False, kill: bool = False
+) -> None:
     """Print images per second of plain batched inference and of a server with many clients, on this machine.
 
     Every client sends one JPEG of 640 × 480 per request, one after the other, and compares the features. With `hostile`
-    a fifth of the requests are broken or malicious. A wrong answer, or a status other than those expected, is an error.
+    a fifth of the requests are broken or malicious; with `kill` the worker process of the server is killed half-way.
+    A wrong answer, or a status other than those expected, is an error. Plain inference is timed before and after.
     """
     device = choose_device()
     loaded = load_or_random(model, device=device).eval()
     jpegs = [synthetic_jpeg(640, 480) for _ in range(IMAGES)]
     pixels = torch.stack([load_pixels(data, SIZE, decoder="cpu")[0] for data in jpegs])
-    plain = _plain_rate(loaded, pixels.to(device), seconds)
-    print(f"{model} at {SIZE} px, C = {CORES}, global feature, {device}")
-    print(f"plain inference, batches of {BATCH}: {plain:.1f} images/s")
     with torch.inference_mode():
         exact = loaded(normalize(pixels.to(device)), cores=CORES, cls_only=True).cls.cpu()
+    print(f"{model} at {SIZE} px, C = {CORES}, global feature, {device}")
+    before, plain_cpu = _plain_rate(loaded, pixels.to(device), seconds / 2)
     with serving("--model", model, "--size", str(SIZE), "--cores", str(CORES), verb="serve") as (server, port):
-        clients_done = _Clients(port, jpegs, exact, hostile)
-        began = time.perf_counter()
-        clients_done.run(clients, began + seconds)
+        done = _Clients(port, jpegs, exact, hostile)
+        began, cpu = time.perf_counter(), _cpu_seconds(server)
+        with _killed_half_way(server, done, seconds / 2 if kill else None):
+            done.run(clients, began + seconds)
         elapsed = time.perf_counter() - began
-        served = clients_done.statuses[200] / elapsed
-        codes = ", ".join(f"{count} × {code}" for code, count in sorted(clients_done.statuses.items()))
-        waits = sorted(clients_done.waits)
-        print(f"{clients} clients for {seconds:.0f} s: {codes}")
-        share = 100 * served / plain
-        print(f"served: {served:.1f} images/s, {share:.0f} % of plain inference; clients and server share the machine")
-        median, late = statistics.median(waits), waits[int(0.99 * (len(waits) - 1))]
-        print(f"answers: median {median:.0f} ms, 99 % within {late:.0f} ms; largest error {clients_done.error:.1e}")
-        print(f"server: peak {peak_mib(server):.0f} MiB")
-    if clients_done.wrong:
-        raise VecaError(f"{len(clients_done.wrong)} wrong answers, the first: {clients_done.wrong[0]}")
+        peak, cpu = max(done.peak, peak_mib(server)), (_cpu_seconds(server) - cpu) / max(1, done.statuses[200])
+    after, _ = _plain_rate(loaded, pixels.to(device), seconds / 2)
+    plain, served = (before + after) / 2, done.statuses[200] / elapsed
+    print(f"plain inference, batches of {BATCH}: {before:.1f} images/s before, {after:.1f} after")
+    codes = ", ".join(f"{count} × {code}" for code, count in sorted(done.statuses.items()))
+    print(f"{clients} clients for {seconds:.0f} s: {codes}")
+    share = 100 * served / plain
+    print(f"served: {served:.1f} images/s, {share:.0f} % of plain inference; clients and server share the machine")
+    if not (hostile or kill):
+        both = f"plain inference {1000 * plain_cpu:.1f} ms, server {1000 * cpu:.1f} ms"
+        print(f"CPU time per image, which other work hardly changes: {both}, {100 * plain_cpu / cpu:.0f} %")
+    waits = sorted(done.waits)
+    median, late = statistics.median(waits), waits[int(0.99 * (len(waits) - 1))]
+    print(f"answers: median {median:.0f} ms, 99 % within {late:.0f} ms; largest error {done.error:.1e}")
+    if done.killed_at is not None:
+        print(f"worker killed: {done.cut} requests cut off, the next answer after {done.recovered_after:.1f} s")
+    print(f"server: peak {peak:.0f} MiB")
+    if done.wrong:
+        raise VecaError(f"{len(done.wrong)} wrong answers, the first: {done.wrong[0]}")
 
 
-def _plain_rate(model: Veca, pixels: Tensor, seconds: float) -> float:
-    """Images per second of the model alone, in batches of decoded images."""
+@contextmanager
+def _killed_half_way(server: subprocess.Popen[str], clients: "_Clients", after: float | None) -> Iterator[None]:
+    """Kill the worker of a server so many seconds after the block has begun."""
+
+    def kill() -> None:
+        clients.peak, clients.killed_at = peak_mib(server), time.perf_counter()
+        for pid in worker_pids(server):
+            os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(after or 0, kill)
+    if after is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _plain_rate(model: Veca, pixels: Tensor, seconds: float) -> tuple[float, float]:
+    """Images per second of the model alone, in batches of decoded images, and CPU seconds per image."""
     batches = pixels.split(BATCH)
     with torch.inference_mode():
-        images, end = -len(batches[0]), 0.0  # the first batch is not counted
+        images, end, cpu = -len(batches[0]), 0.0, 0.0  # the first batch is not counted
         while not end or time.perf_counter() < end:
             batch = batches[max(0, images) // BATCH % len(batches)]
             model(normalize(batch), cores=CORES, cls_only=True).cls.cpu()
             images += len(batch)
-            end = end or time.perf_counter() + seconds
-        return images / (time.perf_counter() - end + seconds)
+            if not end:
+                end, cpu = time.perf_counter() + seconds, time.process_time()
+        return images / (time.perf_counter() - end + seconds), (time.process_time() - cpu) / images
+
+
+def _cpu_seconds(server: subprocess.Popen[str]) -> float:
+    """CPU time of the worker of a server so far; nan where there is no /proc."""
+    try:
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in worker_pids(server)]
+        return sum(int(each[11]) + int(each[12]) for each in ticks) / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return math.nan
 
 
 class _Clients:
@@ -84,6 +130,10 @@ class _Clients:
         """Milliseconds of good answers."""
         self.wrong: list[str] = []
         self.error = 0.0
+        self.killed_at: float | None = None
+        self.cut, self.recovered_after = 0, math.nan
+        self.peak = 0.0
+        """MiB of the server until its worker was killed."""
 
     def run(self, clients: int, end: float) -> None:
         with ThreadPoolExecutor(clients) as pool:
@@ -101,7 +151,9 @@ class _Clients:
                 answer = response.read()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if not broken:  # one that is refused may be cut off while it is sent
+                if self.killed_at is not None and math.isnan(self.recovered_after):
+                    self.cut += 1
+                elif not broken:  # one that is refused may be cut off while it is sent
                     self.wrong.append(f"{type(error).__name__}: {error}")
                 continue
             self.statuses[response.status] += 1
@@ -111,7 +163,10 @@ class _Clients:
                 if not (broken and 400 <= response.status < 500):
                     self.wrong.append(f"{response.status} {answer[:200]!r}")
             else:
-                self.waits.append(1000 * (time.perf_counter() - began))
+                now = time.perf_counter()
+                self.waits.append(1000 * (now - began))
+                if self.killed_at is not None and began > self.killed_at and math.isnan(self.recovered_after):
+                    self.recovered_after = now - self.killed_at
                 self._compare(answer, self.exact[number])
         connection.close()
 

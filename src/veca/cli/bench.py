@@ -159,9 +159,10 @@ def bench_serve_command(
     clients: Annotated[int, opt.option("bench.crowd-clients")] = 32,
     seconds: Seconds = 20.0,
     hostile: Annotated[bool, opt.option("bench.hostile")] = False,
+    kill: Annotated[bool, opt.option("bench.kill")] = False,
 ) -> None:
     """Throughput of `veca serve` with many clients beside plain batched inference; every answer is checked."""
-    bench_serve(model, clients, seconds, hostile)
+    bench_serve(model, clients, seconds, hostile, kill)
 
 
 @explorer_app.command("page", cls=Command)

@@ -1,5 +1,6 @@
 """`veca explore`: the local web page."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ def explore_command(
             show_default="none",
         ),
     ] = None,
+    index: Annotated[Path | None, opt.option("explore.index")] = None,
     model: opt.Models = ("veca_tiny",),
     port: Annotated[int, opt.option("explore.port")] = 8642,
     host: Annotated[str, opt.option("explore.host")] = "127.0.0.1",
@@ -32,6 +34,7 @@ def explore_command(
         from veca.web.app import create_app
         from veca.web.connections import create_server, listen, printed_address
         from veca.web.folder import MAX_IMAGES, Folder
+        from veca.web.searched import open_searched
         from veca.web.security import choose_token, names_of
 
     token = choose_token(token, host)
@@ -41,8 +44,9 @@ def explore_command(
         err.print(f"Neighbours are looked for in the first {MAX_IMAGES:,} images.")
     with listen(host, port) as listening:
         models = load_models(model, device)
+        searched = None if index is None else open_searched(index, models)
         hosts = names_of(host) | {name.lower() for name in allow_host or ()}
-        app = create_app(models, hosts=hosts, token=token, folder=folder)
+        app = create_app(models, hosts=hosts, token=token, folder=folder, index=searched)
         address = printed_address(host, listening) + (f"?token={token}" if token else "")
         out.print(f"Explorer: {address}", soft_wrap=True)
         err.print("Ctrl-C ends it.")

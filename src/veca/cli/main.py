@@ -29,7 +29,8 @@ COMMANDS = {
         "embed": "Write features of many images to one file, or with Ray to a folder of files.",
         "predict": "Predict classes, masks or depths of many images with a model that `veca finetune` made.",
         "search": "Find images like an image or a region of one, and duplicates, by an index of their features.",
-        "serve": "Serve features and classes of images over HTTP, in batches gathered from all requests.",
+        "serve": "Serve features and classes of images, and images like them, over HTTP, in batches gathered from all "
+        "requests.",
         "info": "Show what a model is: sizes, budgets, provenance, parameters, and its FLOPs at a resolution.",
         "convert": "Convert released checkpoints to ours and back; tensors stay the same bit for bit.",
         "export": "Write a model at one budget as a file that runs without veca: ONNX, torch.export or AOTInductor.",

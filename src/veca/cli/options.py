@@ -50,6 +50,10 @@ def _parse_budget(text: str) -> int | None:
         raise typer.BadParameter(f"{text!r} is no budget; expected one whole number, as 32, or all") from None
 
 
+def _parse_served_budget(text: str) -> int | str | None:
+    return text if text == "auto" else _parse_budget(text)
+
+
 def _parse_image_size(text: Any) -> tuple[int, ...]:
     if isinstance(text, tuple):  # a default, which Typer parses too
         return text
@@ -82,6 +86,7 @@ _WHOLE_NUMBERS = "whole numbers separated by commas, none below 0, as 8,16"
 _PARSERS = {
     "box": _parse_box,
     "budget": _parse_budget,
+    "served-budget": _parse_served_budget,
     "image-size": _parse_image_size,
     "budgets": _list_parser(int, _WHOLE_NUMBERS, all=()),  # no budget stands for "all", which depends on the model
     "widths": _list_parser(float, "numbers above 0, at most 1, separated by commas, as 1,0.25; or all", all=()),

@@ -18,6 +18,7 @@ from veca.heads.networks import Classifier, DepthEstimator, Network, Segmenter, 
 from veca.images import PATCH, Fit, Source, normalize
 from veca.images.load import load_pixels
 from veca.images.pack import pack
+from veca.model import Veca
 from veca.packed import PackedImages
 from veca.utils.settings import Positive, Settings
 
@@ -173,6 +174,16 @@ def load_finetuned(source: StrPath, device: str | torch.device | None = None, **
     if given.keys() & {"fit", "size"}:  # the limit was that of the run's own
         trained["max_patches"] = None
     return Predictor(network, PredictSettings.from_dict({**trained, **given}))
+
+
+def validated_settings(backbone: Veca) -> PredictSettings | None:
+    """The settings that `veca finetune classify` validated a model with; None if that is not what made it."""
+    if not (backbone.num_classes and isinstance(backbone.provenance.get("finetune"), Mapping)):
+        return None
+    try:
+        return PredictSettings.from_dict(_trained_settings(Classifier(backbone)))
+    except (VecaError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the provenance of the model has no settings of `veca finetune`: {error}") from error
 
 
 def _trained_settings(network: Network) -> dict[str, Any]:

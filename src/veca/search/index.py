@@ -5,7 +5,7 @@ Shapes: N images of the index, D width, G × G cells of an image. Scores are cos
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize as to_unit_length
 
@@ -22,8 +23,8 @@ from veca.config import MlpWidth
 from veca.data.remote import is_remote
 from veca.data.video import file_of_frame
 from veca.errors import VecaError, needs_extra
-from veca.images import Source, nearest_sizes, normalize, open_image
-from veca.images.load import Decoder, load_pixels, plan_fit
+from veca.images import ImageTooLargeError, Source, nearest_sizes, normalize, open_image
+from veca.images.load import Decoder, crop_pixels, open_for_fit, plan_fit
 from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.search.store import IndexDescription, IndexFolder, IndexTables, SearchError
@@ -85,6 +86,11 @@ class SearchIndex:
         return len(self._tables.images)
 
     @property
+    def paths(self) -> list[str]:
+        """The images of the index, as matches name them."""
+        return [str(path) for path in self._tables.images["path"].to_pylist()]
+
+    @property
     def has_regions(self) -> bool:
         """Whether the index has features of the cells of images, for queries by region."""
         return self._tables.regions is not None
@@ -109,6 +115,16 @@ class SearchIndex:
         assert self._model is not None
         return self._model
 
+    def use_one_of(self, models: Mapping[str, Veca]) -> str:
+        """Compute queries with the one of these models that the index is of; its name."""
+        about = self.description
+        for name, model in models.items():
+            if weights_hash(model) == about.weights:
+                self._model, self.device = model, model.norm.weight.device
+                return name
+        way = f"name that one too, as --model {','.join((about.model, *models))}"
+        raise SearchError(f"{self.folder} is of the model {about.model}, which is none of {', '.join(models)}; {way}")
+
     def query(
         self,
         image: Source,
@@ -126,13 +142,43 @@ class SearchIndex:
         """
         if top < 1:
             raise SearchError(f"top={top}: must be at least 1")
-        settings = self.description.settings
-        budget = {
-            "cores": settings.cores if cores is None else cores,
-            "width": settings.width if width is None else width,
-        }
-        feature = self._embed(image, budget) if box is None else self._embed_region(image, box, budget)
-        regions = None if box is None else self._tables.regions
+        return self.rank(self.embed_query(image, box, cores, width), top, by_region=box is not None)
+
+    def embed_query(
+        self, image: Source, box: PixelBox | None = None, cores: int | None = None, width: MlpWidth | None = None
+    ) -> Tensor:
+        """The feature (D) by which `query` looks for an image or a region."""
+        settings, dense = self.description.settings, box is not None and self.has_regions
+        pixels = self.load_query(image, box)[None].to(self.device)
+        model = self.model
+        with torch.inference_mode(), self._packed:
+            out = model(
+                normalize(pixels), cls_only=not dense,
+                cores=settings.cores if cores is None else cores, width=settings.width if width is None else width,
+            )  # fmt: skip
+        return out.patches[0].mean(dim=0) if dense else out.cls[0]
+
+    def load_query(self, image: Source, box: PixelBox | None = None, max_fitted: int | None = None) -> Tensor:
+        """The pixels (3, H, W), uint8, of which the model makes the feature of an image, fitted as the index's are.
+
+        Of a region the model is shown that alone, on as many pixels as a whole image: what is around it would take
+        part. `max_fitted` is the largest H × W that is allowed.
+        """
+        s = self.description.settings
+        fitting: dict[str, Any] = {"size": s.size, "fit": s.fit, "max_patches": s.max_patches}
+        if box is not None:
+            image = self._cut_out(image, box)
+            scale = s.size / math.sqrt(image.width * image.height)
+            fitting = {"size": nearest_sizes(image.height * scale, image.width * scale), "fit": "stretch"}
+        opened, crop, _ = open_for_fit(image, **fitting, max_pixels=s.max_pixels, decoder=self._decoder)
+        if max_fitted is not None and crop.width * crop.height > max_fitted:
+            made = f"the model would see {crop.width}×{crop.height} pixels of it"
+            raise ImageTooLargeError(f"{made}; at most {max_fitted:,} are allowed. Send one that is not so long")
+        return crop_pixels(crop, opened, self._decoder)
+
+    def rank(self, feature: Tensor, top: int, *, by_region: bool = False) -> list[Match]:
+        """The `top` images that are most like a feature (D) of `embed_query`; `by_region`: like one of a region."""
+        regions = self._tables.regions if by_region else None
         return self._rank(self._tables.vectors if regions is None else regions, feature, top)
 
     def duplicates(self, threshold: float = 0.95) -> Iterator[DuplicateGroup]:
@@ -199,35 +245,13 @@ class SearchIndex:
     def _decoder(self) -> Decoder:
         return "pillow" if self.description.settings.decode == "pillow" else "cpu"
 
-    def _embed(self, image: Source, budget: dict[str, Any]) -> Tensor:
-        """The global feature (D) of an image, made as those of the index are."""
-        s = self.description.settings
-        limits = {"max_pixels": s.max_pixels, "max_patches": s.max_patches}
-        pixels, _ = load_pixels(image, s.size, s.fit, decoder=self._decoder, **limits)  # type: ignore[arg-type]
-        return self._run(pixels, cls_only=True, **budget).cls[0]
-
-    def _embed_region(self, image: Source, box: PixelBox, budget: dict[str, Any]) -> Tensor:
-        """The feature (D) of a region: the mean of its patches, or its global one if the index has no others.
-
-        The model is shown the region alone, on as many pixels as a whole image: what is around it would take part.
-        """
-        s = self.description.settings
-        opened = open_image(image, max_pixels=s.max_pixels)
+    def _cut_out(self, image: Source, box: PixelBox) -> Image.Image:
+        opened = open_image(image, max_pixels=self.description.settings.max_pixels)
         x, y, width, height = box
         if min(width, height) < 1 or min(x, y) < 0 or x + width > opened.width or y + height > opened.height:
             rule = f"must be X,Y,WIDTH,HEIGHT within the image, which has {opened.width}×{opened.height} pixels"
             raise SearchError(f"box={','.join(map(str, box))}: {rule}")
-        scale = s.size / math.sqrt(width * height)
-        region = opened.crop((x, y, x + width, y + height))
-        pixels, _ = load_pixels(region, nearest_sizes(height * scale, width * scale), "stretch", decoder=self._decoder)
-        if not self.has_regions:
-            return self._run(pixels, cls_only=True, **budget).cls[0]
-        return self._run(pixels, **budget).patches[0].mean(dim=0)
-
-    def _run(self, pixels: Tensor, **options: Any) -> Any:
-        model = self.model
-        with torch.inference_mode(), self._packed:
-            return model(normalize(pixels[None].to(self.device)), **options)
+        return opened.crop((x, y, x + width, y + height))
 
 
 def _multiply(some: NDArray[np.float16], others: NDArray[np.float16], device: torch.device) -> NDArray[np.float32]:

@@ -79,7 +79,7 @@ def _read_thumbnails(paths: Iterable[str], index: SearchIndex) -> dict[str, Imag
     """Thumbnails of images by path, without those that are missing or cannot be read."""
     wanted, decoder = dict.fromkeys(paths), RecordDecoder(_SIDE, "native", MAX_PIXELS, "cpu", (_SIDE // PATCH) ** 2)
     thumbnails = dict[str, Image.Image]()
-    for item in _find_items(list(wanted), index.description.column, index.description.settings.fps):
+    for item in find_items(list(wanted), index.description.column, index.description.settings.fps):
         record = decoder(item)
         if not record.error:
             picture = Image.fromarray(np.ascontiguousarray(record.pixels.transpose(1, 2, 0)))
@@ -88,7 +88,7 @@ def _read_thumbnails(paths: Iterable[str], index: SearchIndex) -> dict[str, Imag
     return thumbnails
 
 
-def _find_items(paths: Sequence[str], column: str | None, fps: float | None) -> Iterator[Item]:
+def find_items(paths: Sequence[str], column: str | None, fps: float | None) -> Iterator[Item]:
     """Where images are: files, or members of archives, which are read as far as need be."""
     archives: dict[str, set[str]] = {}
     for path in paths:

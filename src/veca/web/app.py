@@ -28,6 +28,7 @@ from veca.web.folder import THUMBNAIL_SIDE, Folder
 from veca.web.images import DISPLAY_SIZE, MAX_UPLOAD_BYTES, SAMPLE_TITLES, StoredImage
 from veca.web.jobs import JobQueue, JobSteps, RequestError, T
 from veca.web.schemas import OCTET_STREAM, SAFETENSORS, SHORT_SIDES, SettingQuery, binary_responses, error_responses
+from veca.web.searched import SearchedIndex
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 from veca.web.state import CHART, MEASURE, Explorer, check_offered
 
@@ -46,12 +47,13 @@ def create_app(
     warm: bool = True,
     limits: Limits = LIMITS,
     folder: Folder | None = None,
+    index: SearchedIndex | None = None,
 ) -> FastAPI:
     """The explorer of `models`, answering under the names `hosts`; with `token`, only to those who present it.
 
-    Neighbours of an image are looked for in `folder`.
+    Neighbours of an image are looked for in `folder`, images like it or a region of it in `index`.
     """
-    explorer = Explorer(models, max_jobs, limits, folder)
+    explorer = Explorer(models, max_jobs, limits, folder, index)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -170,6 +172,7 @@ async def get_about(client: ClientDep) -> schemas.About:
         sizes=list(SHORT_SIDES),
         samples=[schemas.SampleInfo(id=id, title=SAMPLE_TITLES.get(id, id)) for id in client.explorer.images.samples],
         folder=client.explorer.folder.images if client.explorer.folder else [],
+        index=client.explorer.index.info if client.explorer.index else None,
         default_size=DEFAULT_SIZE,
         heat=heat_hex(torch.linspace(0, 1, 11)),
         core_colours=core_colours(11),
@@ -192,8 +195,7 @@ async def upload_image(client: ClientDep) -> schemas.ImageInfo:
 @router.get("/pictures/{id}", responses=binary_responses("image/jpeg", "The image as analysed.", 404, 409, 422))
 async def get_image(client: ClientDep, id: schemas.ImageId, side: schemas.MaxSide = DISPLAY_SIZE) -> Response:
     """An image, for display."""
-    folder = client.explorer.folder
-    if folder and side <= THUMBNAIL_SIDE and (thumbnail := folder.thumbnail(id)):
+    if side <= THUMBNAIL_SIDE and (thumbnail := client.explorer.thumbnail(id)):
         return Response(thumbnail, media_type="image/jpeg")
     return await client.respond("image/jpeg", (await client.image(id)).jpeg, side)
 
@@ -289,6 +291,30 @@ async def get_neighbours(
     explorer.find_model(model)
     steps, pane = explorer.find_neighbours(model, await client.image(id), count), pane and f"{pane} neighbours"
     return await client.run(explorer.model_queue, ("neighbours", id, model, count), steps, pane)
+
+
+@router.get("/search", responses=error_responses(404, 409, 422))
+async def search_index(
+    client: ClientDep,
+    id: schemas.PictureQuery,
+    cores: schemas.QueryCores,
+    width: schemas.QueryWidth = 1.0,
+    box: schemas.BoxQuery = None,
+    count: schemas.MatchCount = 20,
+    pane: schemas.PaneId = None,
+) -> schemas.IndexMatches:
+    """The images of the index that are most like an image, or like a region of it."""
+    explorer, index = client.explorer, client.explorer.index
+    if index is None:
+        raise RequestError(422, "There is no index to search; start the explorer with --index.")
+    config = explorer.find_model(index.model).config
+    check_offered("cores", cores, config.budgets)
+    check_offered("width", width, config.widths)
+    steps, pane = (
+        index.search(await client.image(id), schemas.parse_box(box), count, cores, width),
+        pane and f"{pane} search",
+    )
+    return await client.run(explorer.model_queue, ("search", id, box, count, cores, width), steps, pane)
 
 
 @router.get("/scaling", responses=error_responses(422))

@@ -40,6 +40,12 @@ class SampleInfo(BaseModel):
     title: str
 
 
+class IndexInfo(BaseModel):
+    model: str = Field(description="The one that its features are of.")
+    images: int
+    regions: bool = Field(description="Whether a box is compared with parts of images, or with whole ones.")
+
+
 class About(BaseModel):
     version: str
     device: str
@@ -47,6 +53,7 @@ class About(BaseModel):
     sizes: list[int] = Field(description="Short sides in pixels.")
     samples: list[SampleInfo]
     folder: list[SampleInfo] = Field(description="Images that the explorer was started with.")
+    index: IndexInfo | None = Field(description="What /api/search searches; null: nothing.")
     default_size: int = Field(description="The one at which the page opens.")
     core_colours: list[str] = Field(description="The colour map of the cores, evenly spaced, from first to last.")
     heat: list[str] = Field(description="The colour map of the maps, evenly spaced, from least to most.")
@@ -105,6 +112,20 @@ class Neighbours(BaseModel):
     total: int
 
 
+class IndexMatch(BaseModel):
+    id: str
+    title: str
+    similarity: float = Field(description="Cosine of the features.")
+    box: tuple[float, float, float, float] | None = Field(
+        description="Of a search with a box: the part that is most like it, x, y, width and height from 0 to 1."
+    )
+    readable: bool = Field(description="Whether the image is there and can be opened.")
+
+
+class IndexMatches(BaseModel):
+    matches: list[IndexMatch] = Field(description="The most similar first.")
+
+
 class ScalingLine(BaseModel):
     cores: int | None = Field(description="The budget; null: the dense ViT of the same size.")
     width: float | None
@@ -139,9 +160,31 @@ ImageId = Annotated[str, Path(pattern=_ID, description="A sample's name, or the 
 MaxSide = Annotated[int, Query(ge=16, le=1024, description="Maximum of the long side in pixels.")]
 LayerNumber = Annotated[int, Query(ge=1, le=1024, description="Counted from 1.")]
 NeighbourCount = Annotated[int, Query(ge=1, le=48, description="Maximum number of neighbours.")]
+MatchCount = Annotated[int, Query(ge=1, le=100, description="Maximum number of images.")]
+BoxQuery = Annotated[
+    str | None,
+    Query(
+        pattern=r"^\d{1,5}(,\d{1,5}){3}$", description="Search by a region: X,Y,WIDTH,HEIGHT in pixels of the image."
+    ),
+]
+QueryCores = Annotated[int, Query(alias="cores", ge=1, le=256, description="The budget: one the model was trained at.")]
+QueryWidth = Annotated[float, Query(alias="width", gt=0, le=1, description="The width: one the model was trained at.")]
 FileFormat = Annotated[Literal["npz", "safetensors"], Query(alias="format")]
 _PANE = "Identifies a pane: its newest request cancels its earlier ones."
 PaneId = Annotated[str | None, Header(alias="X-Veca-Pane", pattern="^[0-9A-Za-z-]{1,64}$", description=_PANE)]
+
+
+def parse_box(text: str | None) -> tuple[int, int, int, int] | None:
+    """The region of a query; None: there is none.
+
+    >>> parse_box("40,60,200,120")
+    (40, 60, 200, 120)
+    """
+    if text is None:
+        return None
+    x, y, width, height = map(int, text.split(","))
+    return x, y, width, height
+
 
 _ERRORS = {
     400: "The body is empty, or no form.",

@@ -17,6 +17,7 @@ from veca.web.connections import Limits
 from veca.web.folder import Folder
 from veca.web.images import ImageStore, StoredImage, UploadReceiver
 from veca.web.jobs import ByteCache, JobQueue, JobSteps, RequestError
+from veca.web.searched import SearchedIndex
 
 MEASURE, CHART, FOLDER = 1, 2, 3
 """How late jobs run that nobody waits for at once: see `JobQueue.submit`."""
@@ -30,8 +31,15 @@ def check_offered(name: str, value: float, offered: Sequence[float]) -> None:
 class Explorer:
     """Models, images, cached results, and the queues that compute them: one thread runs models, another decodes."""
 
-    def __init__(self, models: Mapping[str, Veca], max_jobs: int, limits: Limits, folder: Folder | None) -> None:
-        self.models, self.folder = dict(models), folder
+    def __init__(
+        self,
+        models: Mapping[str, Veca],
+        max_jobs: int,
+        limits: Limits,
+        folder: Folder | None = None,
+        index: SearchedIndex | None = None,
+    ) -> None:
+        self.models, self.folder, self.index = dict(models), folder, index
         self.images = ImageStore()
         self.uploads = UploadReceiver(limits)
         self.model_queue = JobQueue("veca-model", max_jobs)
@@ -62,11 +70,17 @@ class Explorer:
             self.model_queue.submit(("folder", name), self.folder.embed(name, model), later=FOLDER)
 
     def open_image(self, id: str) -> StoredImage | None:
-        """An upload, a sample or an image of the folder; None: unknown or evicted."""
+        """An upload, a sample or an image of the folder or of the index; None: unknown or evicted."""
         if stored := self.images.get(id):
             return stored
-        found = self.folder.open(id) if self.folder else None
-        return found and self.images.store(found)
+        for source in (self.folder, self.index):
+            if found := source and source.open(id):
+                return self.images.store(found)
+        return None
+
+    def thumbnail(self, id: str) -> bytes | None:
+        """A small JPEG of an image of the folder or of the index, if there is one."""
+        return next((found for source in (self.folder, self.index) if source and (found := source.thumbnail(id))), None)
 
     def find_neighbours(self, name: str, image: StoredImage, count: int) -> JobSteps[schemas.Neighbours]:
         if self.folder is None:

@@ -14,19 +14,20 @@ from veca.errors import VecaError
 from veca.images import MAX_PIXELS
 from veca.inspect.demo import top_classes
 from veca.model import Veca
+from veca.search.index import SearchIndex
 from veca.utils.text import origin
 from veca.web.app import EXCEPTION_HANDLERS
 from veca.web.connections import LIMITS, Limits, create_server
 from veca.web.images import MAX_UPLOAD_BYTES
 from veca.web.jobs import DroppedError, RequestError
-from veca.web.schemas import error_responses
+from veca.web.schemas import error_responses, parse_box
 from veca.web.security import LOOPBACK, SecurityMiddleware, address_of
 from veca.web.serve import schemas
 from veca.web.serve.batching import MAX_FAILED_BATCHES
-from veca.web.serve.formats import ServedFeatures, choose_format, split_body, write_features
+from veca.web.serve.formats import choose_format, split_body, write_features
 from veca.web.serve.metrics import MetricsMiddleware
 from veca.web.serve.schemas import MAX_REQUEST_IMAGES, MAX_SIZE, MEDIA_FORMATS, ServeSettings
-from veca.web.serve.state import ServeSetting, Service
+from veca.web.serve.state import Service
 
 T = TypeVar("T")
 MAX_REQUESTS = 256
@@ -41,15 +42,16 @@ def create_service(
     models: Mapping[str, Veca],
     settings: ServeSettings = DEFAULTS,
     *,
+    index: SearchIndex | None = None,
     hosts: set[str] | None = None,
     token: str | None = None,
     limits: Limits = LIMITS,
 ) -> FastAPI:
     """The API of `models`, on one device, answering under the names `hosts`; with `token`, only to those who send it.
 
-    Only /health answers without the token.
+    Only /health answers without the token. `index` is what /similar searches; it is of one of the models.
     """
-    service = Service(models, settings, limits)
+    service = Service(models, settings, limits, index)
     service.warm_up()
 
     @asynccontextmanager
@@ -60,7 +62,7 @@ def create_service(
     app = FastAPI(
         title="veca serve",
         version=veca.__version__,
-        description="Features and classes of images, by VECA models.",
+        description="Features and classes of images and images like them, by VECA models.",
         docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         lifespan=lifespan,
@@ -109,12 +111,19 @@ async def get_service_about(service: ServiceDep) -> schemas.ServiceAbout:
         )
         for name, model in service.models.items()
     ]
-    settings, default = service.settings, next(iter(service.default.values()))
+    settings, default, index = service.settings, next(iter(service.default.values())), None
+    if service.index:
+        query = service.resolve_query(None, None)
+        images, regions = len(service.index), service.index.has_regions
+        index = schemas.ServedIndex(
+            model=query.model, images=images, regions=regions, cores=query.cores, width=query.width
+        )
     return schemas.ServiceAbout(
         version=veca.__version__,
         device=str(service.device),
         precision=settings.precision,
         models=models,
+        index=index,
         cores=default.cores,
         width=default.width,
         size=default.size,
@@ -148,9 +157,10 @@ async def embed_images(
     setting = service.resolve(asked)
     if form == "npy" and len(kinds) > 1:
         raise RequestError(422, "npy holds one array: ask for one kind of features, or for safetensors.")
-    cls_only = kinds == ["cls"]
-    async with _computed(request, service, setting, cls_only) as found, service.responses:
-        content = await asyncio.to_thread(write_features, kinds, found, form, setting._asdict())
+    async with _received(request, service, setting.size) as images:
+        found = await _while_connected(request, service.compute(images, setting, cls_only=kinds == ["cls"]))
+        async with service.responses:
+            content = await asyncio.to_thread(write_features, kinds, found, form, setting._asdict())
     media_type = next(media_type for media_type, name in MEDIA_FORMATS.items() if name == form)
     return Response(content, media_type=media_type)
 
@@ -166,10 +176,24 @@ async def predict_classes(
         able = [name for name, each in service.models.items() if each.config.num_classes]
         rule = f"those that have are {', '.join(able)}" if able else "serve one that has, as `veca finetune` makes"
         raise RequestError(422, f"{setting.model} has no classes; {rule}.")
-    async with _computed(request, service, setting, cls_only=True) as found:
+    async with _received(request, service, setting.size) as images:
+        found = await _while_connected(request, service.compute(images, setting, cls_only=True))
         classes = [top_classes(model, torch.from_numpy(each.logits)[None], top) for each in found]
     named = [[schemas.NamedProbability(name=name, probability=share) for name, share in each] for each in classes]
     return schemas.Predictions(model=setting.model, images=named)
+
+
+@service_router.post("/similar", responses=error_responses(400, 408, 413, 415, 422), openapi_extra=schemas.IMAGES_BODY)
+async def find_similar(request: Request, service: ServiceDep, asked: schemas.SimilarQueryDep) -> schemas.SimilarImages:
+    """The images of the index that are most like an image, or like each of several; with a box, like a region of it."""
+    setting = service.resolve_query(asked.cores, asked.width)
+    box = parse_box(asked.box)
+    async with _received(request, service, setting.size) as images:
+        if box and len(images) > 1:
+            raise RequestError(422, f"A box is of one image, and there are {len(images)}: send them one by one.")
+        found = await _while_connected(request, service.search(images, setting, asked.top, box))
+    lists = [[schemas.SimilarImage(**match._asdict()) for match in matches] for matches in found]
+    return schemas.SimilarImages(model=setting.model, cores=setting.cores, width=setting.width, images=lists)
 
 
 @service_router.get("/health", responses={503: {"model": schemas.Health, "description": "It takes no images."}})
@@ -186,15 +210,13 @@ async def get_metrics(service: ServiceDep) -> Response:
 
 
 @asynccontextmanager
-async def _computed(
-    request: Request, service: Service, setting: ServeSetting, cls_only: bool
-) -> AsyncIterator[list[ServedFeatures]]:
-    """Features of the images in the body of a request, which keep their places in the queue until the block ends."""
+async def _received(request: Request, service: Service, size: int) -> AsyncIterator[list[bytes]]:
+    """The images in the body of a request, which keep their places in the queue until the block ends."""
     address = address_of(request.client.host if request.client else "")
     async with service.uploads.receive(request, address) as body:
         images = split_body(body, request.headers.get("content-type", ""))
-        with service.places(address, len(images), setting.size):
-            yield await _while_connected(request, service.compute(images, setting, cls_only))
+        with service.places(address, len(images), size):
+            yield images
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -18,6 +18,7 @@ JSON = "application/json"
 MAX_REQUEST_IMAGES = 64
 MAX_SIZE = 1024
 MAX_CLASSES = 1000
+MAX_SIMILAR = 100
 FeatureFormat = Literal["json", "safetensors", "npy"]
 MEDIA_FORMATS: dict[str, FeatureFormat] = {JSON: "json", SAFETENSORS: "safetensors", NPY: "npy"}
 _KINDS = "cls|patches|cores"
@@ -27,22 +28,25 @@ _KINDS = "cls|patches|cores"
 class ServeSettings(Settings):
     """What a server computes unless a request asks for something else, and how many images it takes in."""
 
-    cores: Positive | None = None
-    """Budget; None: all cores."""
+    # Of a fine-tuned classifier the defaults are the settings that it was validated with
+    cores: Positive | Literal["auto"] | None = "auto"
+    """Budget; None: all cores. By default 32, or all of a model that was not trained at it."""
     width: MlpWidth | None = None
-    size: Annotated[int, Bounds(ge=PATCH, le=MAX_SIZE)] = 256
-    fit: Fit = "crop"
+    size: Annotated[int, Bounds(ge=PATCH, le=MAX_SIZE)] | None = None
+    """By default 256."""
+    fit: Fit | None = None
+    """By default "crop"."""
     precision: Literal["float32", "bfloat16"] = "float32"
     max_batch: Positive = 16
-    """Images per forward pass, of this size; fewer of larger ones, with as many patches."""
+    """Images per forward pass, of the first model's size; fewer of larger ones, with as many patches."""
     max_wait: Annotated[float, Bounds(ge=0, le=1000, unit="ms")] = 2.0
     """Milliseconds that an image waits for others before its batch begins."""
     queue: Annotated[int, Bounds(ge=4)] = 256
-    """Images being worked on or waiting, of this size or smaller; larger ones take more places, by their pixels."""
+    """Images being worked on or waiting, of that size or smaller; larger ones take more places, by their pixels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("size", self.size % PATCH == 0, f"a multiple of {PATCH}")
+        self.require("size", (self.size or 0) % PATCH == 0, f"a multiple of {PATCH}")
 
     @property
     def queue_per_client(self) -> int:
@@ -59,11 +63,20 @@ class ServedModel(BaseModel):
     widths: list[float] = Field(description="Shares of the MLP's channels that patches can use.")
 
 
+class ServedIndex(BaseModel):
+    model: str = Field(description="The one of those served that its features are of.")
+    images: int
+    regions: bool = Field(description="Whether it has features of regions: a box is compared with parts of images.")
+    cores: int = Field(description="The budget of queries that name none; so is width.")
+    width: float
+
+
 class ServiceAbout(BaseModel):
     version: str
     device: str
     precision: str
     models: list[ServedModel] = Field(description="The first answers requests that name none.")
+    index: ServedIndex | None = Field(description="What /similar searches; null: nothing.")
     cores: int = Field(description="The budget of requests that name none; so are width, size and fit.")
     width: float
     size: int
@@ -103,6 +116,22 @@ class Predictions(BaseModel):
     images: list[list[NamedProbability]] = Field(description="Classes of each image, the most probable first.")
 
 
+class SimilarImage(BaseModel):
+    path: str = Field(description="As the index has it.")
+    score: float = Field(description="Cosine of the features: 1 is the same.")
+    width: int
+    height: int
+    box: list[int] | None = Field(description="Of a query with a box: x, y, width and height of what is most like it.")
+    missing: bool = Field(description="Whether the file is no longer where it was.")
+
+
+class SimilarImages(BaseModel):
+    model: str
+    cores: int
+    width: float
+    images: list[list[SimilarImage]] = Field(description="For each image that was sent, the most similar first.")
+
+
 class Health(BaseModel):
     ready: bool = Field(description="Whether it takes images. That it answers at all shows that it is live.")
     waiting: int = Field(description="Places taken in the queue.")
@@ -130,6 +159,26 @@ FeaturesQuery = Annotated[
 ]
 FormatQuery = Annotated[FeatureFormat | None, Query(alias="format", description="In place of the Accept header.")]
 TopQuery = Annotated[int, Query(ge=1, le=MAX_CLASSES, description="How many classes.", examples=[5])]
+
+
+@dataclass(frozen=True)
+class SimilarQuery:
+    """What is asked of the index."""
+
+    top: Annotated[int, Query(ge=1, le=MAX_SIMILAR, description="How many images to find.")] = 20
+    box: Annotated[
+        str | None,
+        Query(
+            pattern=r"^\d{1,9}(,\d{1,9}){3}$",
+            description="Search by a region: X,Y,WIDTH,HEIGHT in pixels of the image, of which one is sent.",
+            examples=["40,60,200,120"],
+        ),
+    ] = None
+    cores: Annotated[int | None, Query(ge=1, le=256, description="The budget; left out: that of the index.")] = None
+    width: Annotated[float | None, Query(gt=0, le=1, description="The width; left out: that of the index.")] = None
+
+
+SimilarQueryDep = Annotated[SimilarQuery, Depends()]
 
 _BINARY = {"type": "string", "format": "binary"}
 _FILES = {

@@ -158,6 +158,12 @@ export function drawFrame(context, row, column, rows, columns, held) {
   strokeTwice(context, held ? 2.6 : 1.6, "#fff", () => context.rect(column * width, row * height, width, height));
 }
 
+// A part of the picture, [x, y, width, height] from 0 to 1.
+export function drawBox(context, [x, y, across, down]) {
+  const { width, height } = context.canvas;
+  strokeTwice(context, 2, "#fff", () => context.rect(x * width, y * height, across * width, down * height));
+}
+
 // The factor by which paths are drawn longer so that they can be seen, as in `veca figure paths`.
 export function pathScale({ data, shape: [layers, cores] }) {
   let longest = 0;

@@ -3,7 +3,8 @@
 import { RequestError, json, request } from "./api.js";
 import { Scaling } from "./chart.js";
 import { drawFigure, setRamps } from "./draw.js";
-import { Pane, thumbnail } from "./pane.js";
+import { Pane } from "./pane.js";
+import { thumbnail } from "./strip.js";
 
 const $ = (id) => document.getElementById(id);
 const about = await json("api/about").catch((error) => {
@@ -18,7 +19,7 @@ const first = about.models[0];
 // What all panes share. `pictures` has that of each pane, null for that of the first; `source` is the pane pointed at.
 const shared = {
   pictures: [null, null], photos: new Map(), panes: [], opacity: 0.8, smooth: true, foreground: false,
-  layer: Math.round(first.layers * 0.75), core: null, at: [0.5, 0.5], held: false, source: 0,
+  layer: Math.round(first.layers * 0.75), core: null, at: [0.5, 0.5], held: false, source: 0, box: null,
 };
 const second = about.models[1] ?? first;
 const settings = [
@@ -57,6 +58,13 @@ const on = {
   },
   scaling() {
     for (const pane of panes) pane.drawCharts();
+  },
+  // Search by a part of the picture of a pane, or (null) by the whole.
+  box(pane, part) {
+    shared.box = part && { picture: pane.picture.id, part };
+    for (const each of panes) each.showFound();
+    draw();
+    updateAddress();
   },
   core(number) {
     shared.core = number;
@@ -171,6 +179,7 @@ function updateAddress() {
     if (!shared.smooth) params.set("smooth", 0);
     if (shared.foreground) params.set("foreground", 1);
     if (shared.source && shared.held) params.set("source", shared.source + 1);
+    if (shared.box) params.set("box", [shared.box.picture, ...shared.box.part.map((value) => value.toFixed(4))].join(","));
     if (shared.at && shared.held) params.set("at", shared.at.map((value) => value.toFixed(4)).join(","));
     history.replaceState(null, "", `#${params}`);
   }, 200);
@@ -198,6 +207,9 @@ function readAddress() {
   shared.source = compare && params.get("source") === "2" ? 1 : 0;
   const at = (params.get("at") ?? "").split(",").map(Number);
   if (at.length === 2 && at.every((value) => value >= 0 && value < 1)) [shared.at, shared.held] = [at, true];
+  const [boxed, ...part] = (params.get("box") ?? "").split(",");
+  const valid = part.length === 4 && part.every((value) => Number(value) >= 0 && Number(value) <= 1);
+  shared.box = valid ? { picture: boxed, part: part.map(Number) } : null;
   return [params.get("picture"), compare ? params.get("picture2") : null];
 }
 
@@ -361,6 +373,7 @@ $("compare").addEventListener("click", () => {
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   [shared.held, shared.at] = [false, shared.held ? shared.at : null];
+  if (shared.box) on.box(panes[0], null);
   hideError();
   draw();
   updateAddress();

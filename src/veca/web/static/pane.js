@@ -2,21 +2,12 @@
 
 import { LatestRequest, cached, json, load } from "./api.js";
 import { Scaling, drawChart, number, sizeAt, time } from "./chart.js";
-import { drawBars, drawFrame, drawPath, fitCanvas, paint, pathScale, similarity, tiles } from "./draw.js";
+import { drawBars, drawBox, drawFrame, drawPath, fitCanvas, paint, pathScale, similarity, tiles } from "./draw.js";
+import { Search, bindDrag, boxOf } from "./search.js";
+import { fillStrip } from "./strip.js";
 
 const MEASURE_AFTER = 500; // ms without a change
 const SLOW = 0.4; // s: where a view is expected to take longer, a smaller one is shown first
-
-// A button with a picture on it.
-export function thumbnail({ id, title }, open) {
-  const [button, image] = [document.createElement("button"), new Image()];
-  Object.assign(button, { type: "button", value: id, title });
-  Object.assign(image, { loading: "lazy", src: `api/pictures/${id}?side=256`, alt: title });
-  image.addEventListener("error", () => button.remove()); // it cannot be read
-  button.append(image);
-  button.addEventListener("click", open);
-  return button;
-}
 
 export class Pane {
   // `shared` is the state of all panes, `setting` that of this one; `on` has the callbacks for user input.
@@ -31,6 +22,8 @@ export class Pane {
     this.frames = [...this.element.querySelectorAll(".frame")];
     this.canvases = { features: find(".features canvas"), similar: find(".similar canvas"), looks: find(".looks canvas") };
     this.bars = find(".listens canvas");
+    const [open, choose, around] = [(id) => on.open(this, id), (part) => on.box(this, part), () => this.#around()];
+    this.search = new Search(find(".found"), about.index, open, choose, around);
     this.#bindControls();
     this.#bindPointer();
   }
@@ -115,6 +108,16 @@ export class Pane {
       element.addEventListener("pointermove", (event) => {
         if (event.pointerType === "mouse") this.on.point(this, at(event, element), false);
       });
+      if (this.about.index) {
+        const draw = (part) => {
+          this.drawn = part;
+          this.draw();
+        };
+        bindDrag(element, at, draw, (part) => {
+          this.drawn = null;
+          this.on.box(this, part);
+        });
+      }
       element.addEventListener("click", (event) => this.on.point(this, at(event, element), true));
     }
     this.frames[0].addEventListener("keydown", (event) => this.#handleKey(event));
@@ -225,6 +228,7 @@ export class Pane {
     this.element.setAttribute("aria-busy", "false");
     this.#showClasses();
     this.#showNeighbours();
+    this.showFound();
     this.element.dataset.shown = `${this.picture.id} ${this.setting.cores} ${size} ${layer}`;
     if (this.setting.width < 1) this.element.dataset.shown += ` ${this.setting.width}`;
     performance.mark("veca-shown", { detail: this.element.dataset.shown });
@@ -287,19 +291,19 @@ export class Pane {
     if (!found) return;
     const { neighbours, embedded, total } = found;
     box.querySelector("h3 span").textContent = embedded < total ? `${embedded} of ${total} embedded` : "by global feature";
-    const strip = box.querySelector(".strip");
-    const ids = neighbours.map(({ id }) => id).join();
-    if (strip.dataset.ids !== ids) {
-      strip.dataset.ids = ids;
-      strip.replaceChildren(...neighbours.map(({ id, title, similarity: cosine }) => {
-        const button = thumbnail({ id, title: `${title}, cosine ${cosine.toFixed(2)}` }, () => this.on.open(this, id));
-        const label = document.createElement("span");
-        label.textContent = cosine.toFixed(2).replace("-", "−");
-        button.append(label);
-        return button;
-      }));
-    }
+    fillStrip(box.querySelector(".strip"), neighbours, (id) => this.on.open(this, id));
     if (embedded < total) this.neighbourTimer = setTimeout(() => this.#showNeighbours(), 2000);
+  }
+
+  // What the index has that is like the picture, or like its part in the box.
+  showFound() {
+    if (this.picture) this.search.show(this, boxOf(this.shared, this.picture));
+  }
+
+  // A part of the picture, a third of its sides: around the patch, or in the middle.
+  #around() {
+    const at = this.patch ? [this.patch[1] / this.grid[1], this.patch[0] / this.grid[0]] : [0.5, 0.5];
+    return [...at.map((place) => Math.min(Math.max(place - 1 / 6, 0), 2 / 3)), 1 / 3, 1 / 3];
   }
 
   // Texts of VECA and the dense ViT in a column of the table, and how many times as large the second is.
@@ -385,6 +389,8 @@ export class Pane {
     const bank = this.model.budgets.at(-1);
     drawPath(contexts.looks, this.view.places, core, bank, this.shown.layer, this.pathScale);
     if (patch) for (const context of Object.values(contexts)) drawFrame(context, ...patch, rows, columns, held);
+    const part = this.drawn ?? boxOf(this.shared, this.picture);
+    if (part) drawBox(contexts.features, part);
     const peak = this.layer.ranges.data[3 * core + 2];
     const longer = this.pathScale > 1 ? `, path × ${this.pathScale}` : ""; // drawn longer by this factor
     this.find(".looks b").textContent = `Where core ${core + 1} looks`;
