@@ -264,6 +264,10 @@ def test_dictionaries_of_siglip2() -> None:
         ([torch.zeros(3, 16, 16, dtype=torch.int64)], {}, "image 0 of the pack is torch.int64"),
         ([torch.zeros(3, 16, 16), torch.full((3, 16, 16), torch.nan)], {}, "image 1 of the pack has values that"),
         (["cat.jpg"], {}, "image 0 of the pack is str; expected a tensor or an image of Pillow"),
+        ([Image.new("RGB", (0, 16))], {}, "image 0 of the pack has 0×16 pixels of mode RGB; expected RGB, no side 0"),
+        ([Image.new("RGBA", (9, 9))], {}, "image 0 of the pack has 9×9 pixels of mode RGBA; expected RGB"),
+        ([torch.zeros(4, 16, 16, dtype=torch.uint8)], {}, "image 0 of the pack is uint8 of 4 channels; only RGB"),
+        ([torch.zeros(3, 16, 16)], {"patch_size": float("nan")}, "patch_size=nan; it must be an integer, at least 1"),
         ([torch.zeros(3, 16, 16)], {"max_patches": 0}, "max_patches=0; it must be at least 1"),
         ([torch.zeros(3, 16, 16)], {"max_patches": float("nan")}, "max_patches=nan; it must be at least 1"),
         ({}, {"max_patches": 4}, "max_patches goes with images"),
@@ -272,6 +276,29 @@ def test_dictionaries_of_siglip2() -> None:
 def test_hostile_packs(images: Any, options: Any, message: str) -> None:
     with pytest.raises(veca.VecaError, match=message):
         veca.pack(images, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spatial_shapes": torch.tensor([[torch.nan, 2]])}, "spatial_shapes is torch.float32; it must be of integers"),
+        ({"spatial_shapes": torch.tensor([[-2, -2]])}, "an image of the pack has -2×-2 patches"),
+        ({"spatial_shapes": torch.tensor([2, 2])}, r"spatial_shapes has shape \(2,\); expected \(1, 2\)"),
+        ({"spatial_shapes": torch.ones(2, 2).long()}, r"spatial_shapes has shape \(2, 2\); expected \(1, 2\)"),
+        ({"spatial_shapes": "2×2"}, "spatial_shapes is str; it must be a tensor"),
+        ({"pixel_attention_mask": torch.ones(1, 5)}, r"pixel_attention_mask has shape \(1, 5\); expected \(1, 4\)"),
+        ({"pixel_values": torch.zeros(4, 768)}, r"pixel_values has shape \(4, 768\); expected \(B, N, X\)"),
+        ({"pixel_values": torch.zeros(1, 0, 768)}, r"pixel_values has shape \(1, 0, 768\); expected \(1, N, 768\)"),
+        ({"pixel_values": torch.full((1, 4, 768), torch.inf)}, "patches of the dictionary have values that are NaN or"),
+    ],
+)  # fmt: skip
+def test_hostile_dictionaries(changes: dict[str, Any], message: str) -> None:
+    good = {"pixel_values": torch.zeros(1, 4, 768), "pixel_attention_mask": torch.ones(1, 4)}
+    good["spatial_shapes"] = torch.tensor([[2, 2]])
+    arrays = {name: tensor.numpy() for name, tensor in good.items()}  # as processors return for return_tensors="np"
+    assert veca.pack(arrays).grids == veca.pack(good).grids == ((2, 2),)
+    with pytest.raises(veca.VecaError, match=message):
+        veca.pack(good | changes)
 
 
 def test_a_strip_of_one_pixel_is_an_image() -> None:

@@ -32,6 +32,8 @@ def pack(
     """
     if max_patches is not None and not (isinstance(max_patches, int) and max_patches >= 1):
         raise ArgumentError(f"max_patches={max_patches!r}; it must be at least 1, or None for no limit")
+    if not (isinstance(patch_size, int) and patch_size >= 1):
+        raise ArgumentError(f"patch_size={patch_size!r}; it must be an integer, at least 1")
     if isinstance(images, Mapping):
         if max_patches is not None:
             raise ArgumentError("max_patches goes with images; those of a dictionary are cut into patches already")
@@ -61,6 +63,9 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
     """An image as a normalised tensor (channels, H, W), sides multiples of `patch`."""
     where = f"image {index} of the pack"
     if isinstance(image, Image.Image):
+        if 0 in image.size or image.mode != "RGB":
+            found = f"has {image.width}×{image.height} pixels of mode {image.mode}"
+            raise ArgumentError(f"{where} {found}; expected RGB, no side 0. veca.images.open_image converts other modes")
         height, width = native_sizes(image.height, image.width, max_patches, patch)
         return normalize(to_tensor(resample(image, (width, height), (0, 0, *image.size))).to(device))
     if not isinstance(image, Tensor):
@@ -71,6 +76,8 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
         )
     image = image.to(device)
     if image.dtype == torch.uint8:
+        if len(image) != 3:
+            raise ArgumentError(f"{where} is uint8 of {len(image)} channels; only RGB, 3 channels, is normalised here")
         image = normalize(image)
     elif not image.is_floating_point():
         raise ArgumentError(f"{where} is {image.dtype}; expected normalised floats, or uint8 to be normalised")
