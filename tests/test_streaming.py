@@ -281,6 +281,35 @@ def test_regions_of_tiff_files(pixels: np.ndarray, tmp_path: Path, options: dict
         assert torch.equal(open_pixels(grey).read(0, 0, 48, 48), open_pixels(value).read(0, 0, 48, 48))
 
 
+@pytest.mark.parametrize("extra", ["unassalpha", "assocalpha", "unspecified"])
+def test_fourth_channels_of_tiff_files(pixels: np.ndarray, tmp_path: Path, extra: str) -> None:
+    """Only what is marked as opacity is one: the fourth channel of a map is often infrared."""
+    fourth = np.random.default_rng(1).integers(0, 256, (*pixels.shape[:2], 1), np.uint8)
+    colours = np.minimum(pixels, fourth) if extra == "assocalpha" else pixels
+    path = tmp_path / "four.tif"
+    channels = np.concatenate([colours, fourth], axis=2)
+    tifffile.imwrite(path, channels, photometric="rgb", extrasamples=[extra], tile=(64, 64))
+    opacity = fourth / 255 if extra != "unspecified" else 1.0
+    expected = (colours if extra == "assocalpha" else colours * opacity) + 255 * (1 - opacity)
+    found = open_pixels(path).read(0, 0, 150, 203)
+    assert float((found - normalize(torch.from_numpy(expected / 255).float().permute(2, 0, 1))).abs().max()) < 0.02
+    if extra == "unspecified":
+        raster = tmp_path / "four.img"
+        with rasterio.open(raster, "w", driver="HFA", height=150, width=203, count=4, dtype="uint8") as file:
+            file.write(np.moveaxis(channels, -1, 0))
+        assert torch.equal(open_pixels(raster).read(0, 0, 150, 203), found)
+
+
+@pytest.mark.parametrize(("photometric", "channels"), [("separated", 4), ("cielab", 3), ("ycbcr", 3)])
+def test_other_colours_are_not_taken_for_rgb(
+    pixels: np.ndarray, tmp_path: Path, photometric: str, channels: int
+) -> None:
+    path = tmp_path / "colours.tif"
+    tifffile.imwrite(path, np.resize(pixels, (64, 64, channels)), photometric=photometric, tile=(64, 64))
+    with pytest.raises(veca.ImageError, match=f"holds uint8, {channels} channels, {photometric}; regions are read of"):
+        open_pixels(path)
+
+
 @pytest.mark.parametrize("raster_type", [1, 2])  # pixels are areas, or points
 @pytest.mark.parametrize("kind", ["scale", "matrix"])
 def test_a_georeference_is_kept(
