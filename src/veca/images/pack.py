@@ -65,7 +65,7 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
     if isinstance(image, Image.Image):
         if 0 in image.size or image.mode != "RGB":
             found = f"has {image.width}×{image.height} pixels of mode {image.mode}"
-            raise ArgumentError(f"{where} {found}; expected RGB, no side 0. veca.images.open_image converts other modes")
+            raise ArgumentError(f"{where} {found}; expected RGB, no side 0. images.open_image converts others")
         height, width = native_sizes(image.height, image.width, max_patches, patch)
         return normalize(to_tensor(resample(image, (width, height), (0, 0, *image.size))).to(device))
     if not isinstance(image, Tensor):

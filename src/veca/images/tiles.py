@@ -7,6 +7,7 @@ or kept, but some segments of a TIFF that the next regions are likely to need.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import operator
 import os
@@ -73,6 +74,13 @@ class PixelSource(ABC):
         status = None if self.path is None else self.path.stat()
         return [self.height, self.width, *([status.st_size, status.st_mtime_ns] if status else [])]
 
+    def _digest(self) -> str:
+        """A hash of a few pixels: an array has no date by which another would be known."""
+        boxes = [(self.height * i // 16, self.width * i // 16) for i in range(16)]
+        regions = (self._read(y, x, min(y + 16, self.height), min(x + 16, self.width)) for y, x in boxes)
+        arrays = (x.float().numpy() if isinstance(x, Tensor) else x for x in regions)
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+
     def grid(self, patch: int = PATCH) -> tuple[int, int]:
         """Rows and columns of patches; the last row and column of pixels are repeated up to whole patches."""
         return -(-self.height // patch), -(-self.width // patch)
@@ -104,6 +112,10 @@ class ArraySource(PixelSource):
             raise ImageError(f"{name} has chunks of {'×'.join(map(str, chunks))}; {rule}")
         super().__init__(*shape[:2])
 
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self._digest()]
+
     def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
         return _to_rgb(np.asarray(self.array[top:bottom, left:right]))
 
@@ -118,6 +130,10 @@ class TensorSource(PixelSource):
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise ArgumentError(f"the tensor is {tensor.dtype}; it must be uint8, or normalised floats")
         super().__init__(*tensor.shape[1:])
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self._digest()]
 
     def _read(self, top: int, left: int, bottom: int, right: int) -> Tensor:
         region = self.tensor[:, top:bottom, left:right].cpu()
