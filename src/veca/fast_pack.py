@@ -57,8 +57,9 @@ class PackInputs:
         patches, programs = batch.num_patches, span_programs(like, config.num_heads)
         cores, images = _round_up(sum(budgets), 4, 64), _round_up(len(batch), 4, 4)
         max_cores = max(16, 1 << (max(budgets) - 1).bit_length())
-        self.bucket = PackBucket(_round_up(sum(patches), 16, 64), cores, images, programs + images, max_cores)
         self.spans, self.images = plan_spans(budgets, patches, programs, cores)
+        spans = max(programs + images, _round_up(len(self.spans), 4, 4))  # the first is larger but for huge images
+        self.bucket = PackBucket(_round_up(sum(patches), 16, 64), cores, images, spans, max_cores)
 
     def fill(self, out: PackTensors | None = None) -> PackTensors:
         """The tensors of the pack; `out` are those of another of the same bucket, to be overwritten."""

@@ -115,6 +115,49 @@ def test_spans_cover_every_patch_once() -> None:
             assert [span[5] for span in own] == ([2] if count == 1 else [1, *[0] * (count - 1)])
 
 
+def test_spans_of_a_huge_image_are_within_32_bits() -> None:
+    pytest.importorskip("triton")
+    from veca.kernels.packed_attention import plan_spans
+
+    spans, images = plan_spans([64, 8], [10**6, 5], 4)  # a GPU of few programs, as for models of many heads
+    assert images.tolist()[0] == [0, 64, 0, len(spans) - 1]
+    counts = spans[:-1, 4]
+    assert int(counts.sum()) == 10**6
+    assert int(counts.max()) * 3 * 4096 < 2**31  # numbers of queries, keys and values of a model 4096 wide
+
+
+def test_packs_are_padded_to_their_bucket() -> None:
+    """A graph reads the tensors of the first pack of a bucket, into which all others of it are written."""
+    pytest.importorskip("triton")
+    from veca.fast_pack import PackInputs, PackTensors
+
+    config, like = veca.create_model("veca_tiny", pretrained=False, depth=1).config, torch.zeros(1)
+    found: dict[Any, PackTensors] = {}
+    shared = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        grids = tuple((draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(1, 8)))
+        budgets = [draw.choice((8, 13, 64)) for _ in grids]
+        patches, cores = sum(rows * columns for rows, columns in grids), sum(budgets)
+        inputs = PackInputs(veca.PackedImages(torch.randn(patches, 768), grids), budgets, like, config)
+        bucket = inputs.bucket
+        shared += bucket in found
+        out = found[bucket] = inputs.fill(found.get(bucket))
+        assert torch.equal(out.pixels[bucket.cores :][:patches], inputs.batch.pixels)
+        assert not out.pixels[: bucket.cores].any()
+        assert out.bank_rows[:cores].tolist() == [row for budget in budgets for row in range(budget)]
+        expected = [patch_coordinates(*grid, like.device, torch.float32) for grid in grids]
+        torch.testing.assert_close(out.patch_points[:patches], torch.cat(expected))
+        assert int(out.spans[:, 4].sum()) == patches
+        assert len(out.spans) == bucket.spans
+        assert (out.spans[out.spans[:, 4] == 0, 5] == 0).all()  # padding: nothing of it is stored
+        assert int(out.images[:, 3].sum()) == len(inputs.spans)
+        assert max(budgets) <= bucket.max_cores
+    assert shared > 5
+    wide = PackInputs(veca.PackedImages(torch.zeros(10**6, 1), ((1000, 1000),)), [64], like, config)
+    assert len(wide.spans) <= wide.bucket.spans
+
+
 def lower(kernel: Any, **constants: object) -> str:
     """A kernel for Hopper in Triton's first intermediate form: the interpreter does not check types."""
     from triton._C.libtriton import ir

@@ -36,6 +36,8 @@ from veca.kernels.rotary import load_frequency
 
 _TILE = 64
 """Patches that a span has a multiple of."""
+_MAX_PATCHES, _MAX_STRIDE = 2**15, 2**16 - 1
+"""Of a span, and of its tokens: a program addresses them relative to the first with 32 bits."""
 
 
 def plan_spans(
@@ -49,7 +51,7 @@ def plan_spans(
     the first patch, if not the one after the last core.
     """
     total = sum(-(-count // _TILE) for count in patches)
-    length = _TILE * max(1, -(-total // max(1, programs)))
+    length = min(_MAX_PATCHES, _TILE * max(1, -(-total // max(1, programs))))
     first_patch = sum(budgets) if first_patch is None else first_patch
     places = zip(accumulate(budgets, initial=0), budgets, accumulate(patches, initial=0), patches, strict=False)
     spans, images = list[list[int]](), list[list[int]]()
@@ -194,7 +196,7 @@ def launch_packed_attention(
     max_cores: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention (S, H·d) and log-sum-exp (H, S). No image has more than `max_cores` cores."""
-    qkv = as_kernel_input(qkv[None])[0]
+    qkv = as_kernel_input(qkv[None], _MAX_STRIDE)[0]
     tokens, _, heads, width = qkv.shape
     tiling = choose_attention_tiling(qkv, max_cores, backward=False)
     chunk, chunks = tiling.chunk, triton.cdiv(max_cores, tiling.chunk)
@@ -216,7 +218,7 @@ def launch_packed_attention_backward(
     images: Tensor, out: Tensor, lse: Tensor, max_cores: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv (S, 3, H, d) and of the cores' coordinates (ΣC, 2)."""
-    qkv, d_out = as_kernel_input(qkv[None])[0], as_kernel_input(d_out[None])[0]
+    qkv, d_out = (as_kernel_input(x[None], _MAX_STRIDE)[0] for x in (qkv, d_out))
     tokens, _, heads, width = qkv.shape
     cores = len(core_points)
     tiling = choose_attention_tiling(qkv, max_cores, backward=True)
