@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,18 @@ def assert_alike(model: veca.Veca, images: Sequence[Tensor], out: PackedOutput, 
         assert relative(out.feature_maps[i], expected.feature_map[0]) <= LIMIT
 
 
+def gradients(model: veca.Veca, outputs: Iterable[veca.VecaOutput], factors: list[list[Tensor]]) -> dict[str, Tensor]:
+    """Of the sum of all tensors of the outputs, each number times its factor, by the names of parameters."""
+    model.zero_grad()
+    for out, own in zip(outputs, factors, strict=True):
+        sum((x * w).sum() for x, w in zip(tensors(out), own, strict=True)).backward(retain_graph=True)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def together(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in gradients.values()])
+
+
 def test_random_mixes_forward_and_backward() -> None:
     model = make_model()
     for seed in range(200):
@@ -67,27 +79,17 @@ def test_random_mixes_forward_and_backward() -> None:
         out = model(veca.pack(images), **settings)
         with torch.no_grad():
             assert_alike(model, images, out, **settings)
-        if seed % 4:
+        if seed % 4:  # tests/tools/pack_errors.py compares the gradients of all
             continue
-        # Weights of the sums whose gradients are compared
         factors = [[torch.randn_like(x) for x in tensors(each)] for each in out]
-        model.zero_grad()
-        sum(
-            (x * w).sum()
-            for each, own in zip(out, factors, strict=True)
-            for x, w in zip(tensors(each), own, strict=True)
-        ).backward()
-        packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        for i, (image, own) in enumerate(zip(images, factors, strict=True)):
-            alone = model(image[None], **{name: values[i] for name, values in settings.items()})
-            sum((x * w).sum() for x, w in zip(tensors(alone), own, strict=True)).backward()
-        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        packed = gradients(model, out, factors)
+        each = [{name: values[i] for name, values in settings.items()} for i in range(len(images))]
+        alone = (model(image[None], **own) for image, own in zip(images, each, strict=True))
+        expected = gradients(model, alone, factors)
         assert packed.keys() == expected.keys()
         for name, gradient in expected.items():
             assert relative(packed[name], gradient) <= 5 * LIMIT, name  # some are sums that nearly cancel
-        whole = (torch.cat([x.flatten() for x in each.values()]) for each in (packed, expected))
-        assert relative(*whole) <= LIMIT
+        assert relative(together(packed), together(expected)) <= LIMIT
 
 
 def test_order_and_company_change_nothing() -> None:
