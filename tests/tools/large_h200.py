@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,13 +89,13 @@ class Large:
         return self.end - time.monotonic()
 
     def attempt(self, case: str, call: Callable[[], None], seconds: float = 0.0) -> None:
-        """Measure unless it would take more time than is left; running out of memory is a result too."""
+        """Measure unless it would take more time than is left; an error, as for lack of memory, is a result too."""
         if seconds > self.left:
             return self.add(case, skipped=f"about {seconds:.0f} s; {self.left:.0f} s are left")
         try:
             call()
-        except torch.OutOfMemoryError as error:
-            self.add(case, failed=str(error).splitlines()[0][:200])
+        except Exception as error:  # the other parts are still to be measured
+            self.add(case, failed=f"{type(error).__name__}: {error}"[:500], trace=traceback.format_exc()[-3000:])
         torch.compiler.reset()  # it keeps what it has compiled, and the model with it
         gc.collect()
         if self.device == "cuda":
