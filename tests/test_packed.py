@@ -62,8 +62,8 @@ def assert_alike(model: veca.Veca, images: Sequence[Tensor], out: PackedOutput, 
 def gradients(model: veca.Veca, outputs: Iterable[veca.VecaOutput], factors: list[list[Tensor]]) -> dict[str, Tensor]:
     """Of the sum of all tensors of the outputs, each number times its factor, by the names of parameters."""
     model.zero_grad()
-    for out, own in zip(outputs, factors, strict=True):
-        sum((x * w).sum() for x, w in zip(tensors(out), own, strict=True)).backward(retain_graph=True)
+    pairs = (zip(tensors(out), own, strict=True) for out, own in zip(outputs, factors, strict=True))
+    sum((x * w).sum() for each in pairs for x, w in each).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -9,6 +9,7 @@ Shapes: ΣC cores and ΣN patches of all images, both as padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -66,10 +67,13 @@ class PackInputs:
         out = out or self._allocate()
         patches, cores = len(self.batch.pixels), sum(self.budgets)
         out.pixels[self.bucket.cores :][:patches, : self.batch.pixels.shape[1]] = self.batch.pixels
-        out.bank_rows[:cores] = torch.tensor([row for budget in self.budgets for row in range(budget)])
-        out.patch_points[:patches] = packed_coordinates(self.batch.grids, self.like.device)
-        out.spans.copy_(self._padded_spans())
-        out.images.copy_(self._padded_images())
+        starts = torch.tensor(list(accumulate(self.budgets[:-1], initial=0)))
+        _upload(torch.arange(cores) - starts.repeat_interleave(torch.tensor(self.budgets)), out.bank_rows[:cores])
+        shapes = torch.empty(len(self.batch), 2, dtype=torch.int64, device=self.like.device)
+        _upload(torch.tensor(self.batch.grids), shapes)
+        out.patch_points[:patches] = packed_coordinates(shapes, patches)
+        _upload(self._padded_spans(), out.spans)
+        _upload(self._padded_images(), out.images)
         return out
 
     def _allocate(self) -> PackTensors:
@@ -90,6 +94,11 @@ class PackInputs:
 
     def _padded_images(self) -> Tensor:
         return torch.cat([self.images, self.images.new_zeros(self.bucket.images - len(self.images), 4)])
+
+
+def _upload(values: Tensor, to: Tensor) -> None:
+    """Copy to a device without waiting for it: it may still be at work on the pack before."""
+    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 def _round_up(count: int, parts: int, least: int) -> int:

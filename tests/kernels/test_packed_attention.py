@@ -139,7 +139,7 @@ def test_packs_are_padded_to_their_bucket() -> None:
         grids = tuple((draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(1, 8)))
         budgets = [draw.choice((8, 13, 64)) for _ in grids]
         patches, cores = sum(rows * columns for rows, columns in grids), sum(budgets)
-        inputs = PackInputs(veca.PackedImages(torch.randn(patches, 768), grids), budgets, like, config)
+        inputs = PackInputs(veca.PackedImages(torch.randn(patches, 24), grids), budgets, like, config)
         bucket = inputs.bucket
         shared += bucket in found
         out = found[bucket] = inputs.fill(found.get(bucket))
