@@ -365,5 +365,10 @@ def test_models_of_transformers_take_images_of_their_own_sizes(tmp_path: Path) -
     assert classifier.veca.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
     with pytest.raises(veca.VecaError, match="hidden states and attentions are not returned"):
         model(**inputs, output_hidden_states=True)
+    for limit in (0, -3, float("nan")):
+        with pytest.raises(veca.VecaError, match=f"max_patches={limit}; it must be at least 1"):
+            processor(photos, max_num_patches=limit)
+    with pytest.raises(veca.VecaError, match="there are no images; give at least one"):
+        processor([])
     with pytest.raises(veca.VecaError, match="belong together: pass both, or neither"):
         model(inputs["pixel_values"], spatial_shapes=inputs["spatial_shapes"])

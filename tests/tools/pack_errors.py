@@ -4,8 +4,8 @@
 
 Random mixes of sizes, 1 × 1 and 1 × 64 patches among them, with a budget and a width for each image, in float32 on a
 CPU: every mix forward and backward, in reversed order, and without its first image. Relative to the norm of a tensor;
-gradients are of a random sum over all outputs. The small model is that of tests/test_packed.py. The last row is what
-rounding does to an image alone.
+gradients are of a random sum over all outputs. The small model is that of tests/test_packed.py. The last rows are what
+rounding does to images alone.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ def compare(model: veca.Veca, exact: veca.Veca, seed: int, worst: dict[str, floa
         note_outputs(found, own)
     note("gradients, all parameters together", relative(together(packed), together(expected)))
     note("gradient of a single parameter", max(relative(packed[name], expected[name]) for name in expected))
+    references = [exact(x[None].double(), cores=c, width=w) for x, c, w in zip(images, budgets, widths, strict=True)]
+    precise = gradients(exact, references, [[w.double() for w in own] for own in factors])
+    note("gradients alone, against float64", relative(together(expected), together(precise)))
+    note("single gradient alone, against float64", max(relative(expected[name], precise[name]) for name in precise))
+    for own, reference in zip(alone, references, strict=True):
+        note_outputs(own, reference, "outputs alone, against float64")
     with torch.no_grad():
-        for own, x, c, w in zip(alone, images, budgets, widths, strict=True):
-            note_outputs(own, exact(x[None].double(), cores=c, width=w), "outputs alone, against float64")
         for i, found in zip(reversed(everything), pack(everything[::-1]), strict=True):
             note_outputs(found, out[i], "outputs, in another order")
         if len(images) > 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError, NonFiniteError
 from veca.images.load import normalize, to_tensor
-from veca.images.resize import PATCH, native_sizes, resample
+from veca.images.resize import PATCH, check_max_patches, native_sizes, resample
 from veca.packed import PackedImages
 
 
@@ -30,8 +30,7 @@ def pack(
     >>> batch.grids
     ((4, 6), (7, 14))
     """
-    if max_patches is not None and not (isinstance(max_patches, int) and max_patches >= 1):
-        raise ArgumentError(f"max_patches={max_patches!r}; it must be at least 1, or None for no limit")
+    check_max_patches(max_patches)
     if not (isinstance(patch_size, int) and patch_size >= 1):
         raise ArgumentError(f"patch_size={patch_size!r}; it must be an integer, at least 1")
     if isinstance(images, Mapping):
