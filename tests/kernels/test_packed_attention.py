@@ -239,3 +239,26 @@ def test_gpu_packs_of_a_bucket_by_cuda_graphs() -> None:
         for out in outputs:
             for found, wanted in ((out.cores, expected.cores), (out.patches, expected.patches)):
                 assert float((found.float() - wanted).norm() / wanted.norm()) <= 2e-2
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_models_train_on_packs() -> None:
+    torch.manual_seed(0)
+    model = veca.create_model("veca_small", pretrained=False, depth=3).cuda()
+    compiled = torch.compile(model, dynamic=True)
+    for seed in range(3):
+        draw = random.Random(seed)
+        grids = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(6)]
+        budgets = [draw.choice((8, 32, 64)) for _ in grids]
+        batch = veca.pack([torch.randn(3, 16 * rows, 16 * columns) for rows, columns in grids], device="cuda")
+        found = []
+        for kernel, run in (("triton", compiled), ("sdpa", model)):
+            model.zero_grad()
+            torch.manual_seed(seed)  # coordinates are augmented
+            with use_kernel(kernel):
+                out = run(batch, cores=budgets)
+                (out.patches.square().mean() + out.cls.square().mean()).backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        mine, theirs = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
+        assert float((mine - theirs).norm() / theirs.norm()) <= 1e-4

@@ -43,7 +43,6 @@ from veca.images import normalize
 from veca.images.tiles import ArraySource
 from veca.streaming import storage
 from veca.streaming.run import OnlineSoftmax, _Stream
-from veca.teachers.from_timm import create_dense_vit
 
 ROOT = Path(__file__).resolve().parents[2]
 GOALS = {"aspects": 0.92, "sides": 1.8, "training": 0.85}
@@ -243,6 +242,8 @@ def measure_memory(run: Large, model: veca.Veca, side: int) -> None:
 
 def measure_dense(run: Large, model: veca.Veca, sides: list[int]) -> None:
     """The dense ViT of the model's size and the model, at growing sides, as long as there is time."""
+    from veca.teachers.from_timm import create_dense_vit  # needs timm, as no other part does
+
     dense = create_dense_vit(model.config).to(run.device).eval()
     last = 0.0
     for side in sides:
