@@ -201,6 +201,45 @@ def test_kernels_can_be_compiled_for_hopper(chunks: int) -> None:
         assert "tt.store" in lower(kernel, **constants)
 
 
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.skipif(INTERPRETED, reason="operators are not traced in the interpreter")
+@pytest.mark.parametrize("backward", [False, True])
+def test_compiled_graphs_serve_every_mix(backward: bool) -> None:
+    """Of what differs from pack to pack nothing is a constant of the graph, which would be compiled anew."""
+    pytest.importorskip("triton")
+    from torch._dynamo.backends.common import aot_autograd
+
+    from veca.kernels.packed_attention import plan_spans
+
+    sizes: list[Any] = []
+
+    def stop(graph: Any, _: Any) -> None:
+        values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes.extend(value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 1)
+        raise Stop  # there is no GPU to run it
+
+    qkv, points, grids, frequencies, d_out = inputs(PACKS[1], 32, 2)
+    budgets, patches = [budget for budget, _ in PACKS[1]], [rows * columns for _, (rows, columns) in PACKS[1]]
+    arguments = [qkv, points, grids, frequencies, *plan_spans(budgets, patches, 7)]
+    if backward:
+        arguments = [d_out, *arguments, torch.zeros_like(d_out), torch.zeros(len(d_out), 2).T]
+    operator = ops.packed_attention_backward_op if backward else ops.packed_attention_op
+
+    def run(max_cores: int, *tensors: Tensor) -> Tensor:
+        return operator(*tensors, max_cores, ops.KERNELS)[0]
+
+    compiled = torch.compile(run, backend=aot_autograd(fw_compiler=stop), dynamic=True)
+    with torch.no_grad(), pytest.raises(Stop):
+        compiled(max(budgets), *arguments)
+    torch.compiler.reset()
+    changing = [size for size in sizes if size != 2]  # heads are always two
+    assert len(changing) >= 5
+    assert all(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None for size in changing)
+
+
 @interpreted
 def test_a_model_runs_packs_by_the_kernel() -> None:
     model = veca.create_model("veca_tiny", pretrained=False, embed_dim=64, depth=2, num_heads=2).eval()
@@ -245,11 +284,11 @@ def test_gpu_packs_of_a_bucket_by_cuda_graphs() -> None:
 def test_gpu_compiled_models_train_on_packs() -> None:
     torch.manual_seed(0)
     model = veca.create_model("veca_small", pretrained=False, depth=3).cuda()
-    compiled = torch.compile(model, dynamic=True)
-    for seed in range(3):
+    compiled, graphs = torch.compile(model, dynamic=True), []
+    for seed in range(4):
         draw = random.Random(seed)
-        grids = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(6)]
-        budgets = [draw.choice((8, 32, 64)) for _ in grids]
+        grids = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(6 + seed)]
+        budgets = [64, *(draw.choice((8, 32, 64)) for _ in grids[1:])]
         batch = veca.pack([torch.randn(3, 16 * rows, 16 * columns) for rows, columns in grids], device="cuda")
         found = []
         for kernel, run in (("triton", compiled), ("sdpa", model)):
@@ -262,3 +301,5 @@ def test_gpu_compiled_models_train_on_packs() -> None:
         assert found[0].keys() == found[1].keys()
         mine, theirs = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
         assert float((mine - theirs).norm() / theirs.norm()) <= 1e-4
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs[1:])) == 1  # not one more, whatever the mix
