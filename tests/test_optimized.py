@@ -724,6 +724,26 @@ def test_gpu_replays_are_right_and_leave_earlier_results_alone(cls_only: bool) -
     assert relative_error(found[3].cores, found[2].cores) > 0.1, "another image is another result"
 
 
+def test_graphs_are_recorded_for_shapes_that_come_often() -> None:
+    cache, recorded = optimized.GraphCache(), list[Any]()
+
+    def call(shape: Any) -> bool:
+        return cache.find(shape, lambda other: recorded.append(shape) or graph) is not None  # type: ignore[func-returns-value]
+
+    graph: Any = object()
+    assert [call("a"), call("a"), call("a"), call("b")] == [False, True, True, False]
+    for _ in range(10):  # more shapes than are kept: none is recorded twice
+        replayed = [call(shape) for shape in range(20)]
+    assert replayed == [True] * 16 + [False] * 4
+    assert recorded == ["a", *range(16)]  # the last in place of "a", which is no longer in use
+    for _ in range(100):
+        call("c")
+    for shape in range(3):  # graphs that are not in use make room
+        assert [call(f"new {shape}"), call(f"new {shape}")] == [False, True]
+    assert len(cache) == optimized.MAX_GRAPHS
+    assert not any(call(shape) for _ in range(3) for shape in range(1000, 1100))  # shapes that come seldom
+
+
 @pytest.mark.gpu
 def test_gpu_replays_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimized, "MAX_GRAPHS", 2)

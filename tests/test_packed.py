@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,18 @@ def assert_alike(model: veca.Veca, images: Sequence[Tensor], out: PackedOutput, 
         assert relative(out.feature_maps[i], expected.feature_map[0]) <= LIMIT
 
 
+def gradients(model: veca.Veca, outputs: Iterable[veca.VecaOutput], factors: list[list[Tensor]]) -> dict[str, Tensor]:
+    """Of the sum of all tensors of the outputs, each number times its factor, by the names of parameters."""
+    model.zero_grad()
+    pairs = (zip(tensors(out), own, strict=True) for out, own in zip(outputs, factors, strict=True))
+    sum((x * w).sum() for each in pairs for x, w in each).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def together(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.flatten() for each in gradients.values()])
+
+
 def test_random_mixes_forward_and_backward() -> None:
     model = make_model()
     for seed in range(200):
@@ -67,27 +79,17 @@ def test_random_mixes_forward_and_backward() -> None:
         out = model(veca.pack(images), **settings)
         with torch.no_grad():
             assert_alike(model, images, out, **settings)
-        if seed % 4:
+        if seed % 4:  # tests/tools/pack_errors.py compares the gradients of all
             continue
-        # Weights of the sums whose gradients are compared
         factors = [[torch.randn_like(x) for x in tensors(each)] for each in out]
-        model.zero_grad()
-        sum(
-            (x * w).sum()
-            for each, own in zip(out, factors, strict=True)
-            for x, w in zip(tensors(each), own, strict=True)
-        ).backward()
-        packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        for i, (image, own) in enumerate(zip(images, factors, strict=True)):
-            alone = model(image[None], **{name: values[i] for name, values in settings.items()})
-            sum((x * w).sum() for x, w in zip(tensors(alone), own, strict=True)).backward()
-        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        packed = gradients(model, out, factors)
+        each = [{name: values[i] for name, values in settings.items()} for i in range(len(images))]
+        alone = (model(image[None], **own) for image, own in zip(images, each, strict=True))
+        expected = gradients(model, alone, factors)
         assert packed.keys() == expected.keys()
         for name, gradient in expected.items():
             assert relative(packed[name], gradient) <= 5 * LIMIT, name  # some are sums that nearly cancel
-        whole = (torch.cat([x.flatten() for x in each.values()]) for each in (packed, expected))
-        assert relative(*whole) <= LIMIT
+        assert relative(together(packed), together(expected)) <= LIMIT
 
 
 def test_order_and_company_change_nothing() -> None:
@@ -264,6 +266,10 @@ def test_dictionaries_of_siglip2() -> None:
         ([torch.zeros(3, 16, 16, dtype=torch.int64)], {}, "image 0 of the pack is torch.int64"),
         ([torch.zeros(3, 16, 16), torch.full((3, 16, 16), torch.nan)], {}, "image 1 of the pack has values that"),
         (["cat.jpg"], {}, "image 0 of the pack is str; expected a tensor or an image of Pillow"),
+        ([Image.new("RGB", (0, 16))], {}, "image 0 of the pack has 0×16 pixels of mode RGB; expected RGB, no side 0"),
+        ([Image.new("RGBA", (9, 9))], {}, "image 0 of the pack has 9×9 pixels of mode RGBA; expected RGB"),
+        ([torch.zeros(4, 16, 16, dtype=torch.uint8)], {}, "image 0 of the pack is uint8 of 4 channels; only RGB"),
+        ([torch.zeros(3, 16, 16)], {"patch_size": float("nan")}, "patch_size=nan; it must be an integer, at least 1"),
         ([torch.zeros(3, 16, 16)], {"max_patches": 0}, "max_patches=0; it must be at least 1"),
         ([torch.zeros(3, 16, 16)], {"max_patches": float("nan")}, "max_patches=nan; it must be at least 1"),
         ({}, {"max_patches": 4}, "max_patches goes with images"),
@@ -272,6 +278,29 @@ def test_dictionaries_of_siglip2() -> None:
 def test_hostile_packs(images: Any, options: Any, message: str) -> None:
     with pytest.raises(veca.VecaError, match=message):
         veca.pack(images, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spatial_shapes": torch.tensor([[torch.nan, 2]])}, "spatial_shapes is torch.float32; it must be of integers"),
+        ({"spatial_shapes": torch.tensor([[-2, -2]])}, "an image of the pack has -2×-2 patches"),
+        ({"spatial_shapes": torch.tensor([2, 2])}, r"spatial_shapes has shape \(2,\); expected \(1, 2\)"),
+        ({"spatial_shapes": torch.ones(2, 2).long()}, r"spatial_shapes has shape \(2, 2\); expected \(1, 2\)"),
+        ({"spatial_shapes": "2×2"}, "spatial_shapes is str; it must be a tensor"),
+        ({"pixel_attention_mask": torch.ones(1, 5)}, r"pixel_attention_mask has shape \(1, 5\); expected \(1, 4\)"),
+        ({"pixel_values": torch.zeros(4, 768)}, r"pixel_values has shape \(4, 768\); expected \(B, N, X\)"),
+        ({"pixel_values": torch.zeros(1, 0, 768)}, r"pixel_values has shape \(1, 0, 768\); expected \(1, N, 768\)"),
+        ({"pixel_values": torch.full((1, 4, 768), torch.inf)}, "patches of the dictionary have values that are NaN or"),
+    ],
+)  # fmt: skip
+def test_hostile_dictionaries(changes: dict[str, Any], message: str) -> None:
+    good = {"pixel_values": torch.zeros(1, 4, 768), "pixel_attention_mask": torch.ones(1, 4)}
+    good["spatial_shapes"] = torch.tensor([[2, 2]])
+    arrays = {name: tensor.numpy() for name, tensor in good.items()}  # as processors return for return_tensors="np"
+    assert veca.pack(arrays).grids == veca.pack(good).grids == ((2, 2),)
+    with pytest.raises(veca.VecaError, match=message):
+        veca.pack(good | changes)
 
 
 def test_a_strip_of_one_pixel_is_an_image() -> None:
@@ -336,5 +365,10 @@ def test_models_of_transformers_take_images_of_their_own_sizes(tmp_path: Path) -
     assert classifier.veca.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
     with pytest.raises(veca.VecaError, match="hidden states and attentions are not returned"):
         model(**inputs, output_hidden_states=True)
+    for limit in (0, -3, float("nan")):
+        with pytest.raises(veca.VecaError, match=f"max_patches={limit}; it must be at least 1"):
+            processor(photos, max_num_patches=limit)
+    with pytest.raises(veca.VecaError, match="there are no images; give at least one"):
+        processor([])
     with pytest.raises(veca.VecaError, match="belong together: pass both, or neither"):
         model(inputs["pixel_values"], spatial_shapes=inputs["spatial_shapes"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,11 +94,14 @@ def test_regions_and_points_are_computed_alone(model: veca.Veca, pixels: np.ndar
     assert relative(found.read(box=(20, 33, 100, 100)), expected[2:9, 1:8]) <= LIMIT
     assert relative(found.read(box=(0, 0, 203, 150)), expected) <= LIMIT
     points = [(0, 0), (202.9, 149.5), (64, 15.9), (0, 0)]
+    points += [(x, y) for x in range(3, 203, 17) for y in range(140, 0, -13)]  # more than are computed at a time
     spots = [expected[int(y // 16), int(x // 16)] for x, y in points]
     assert relative(found.read(points=points), torch.stack(spots)) <= LIMIT
     assert found.read(points=[]).shape == (0, 24)
     with pytest.raises(veca.VecaError, match=r"box=\(200, 0, 10, 10\); .* must lie in 203×150 pixels"):
         found.read(box=(200, 0, 10, 10))
+    with pytest.raises(veca.VecaError, match=r"box=\(0, 0.5, 9, 9\); it must be four integers"):
+        found.read(box=(0, 0.5, 9, 9))  # type: ignore[arg-type]
     with pytest.raises(veca.VecaError, match=r"point \(203, 0\) lies outside the image of 203×150"):
         found.read(points=[(203, 0)])
     with pytest.raises(veca.VecaError, match="read takes a box or points"):
@@ -132,8 +136,9 @@ def test_an_interrupted_run_continues_to_the_same_bits(
         except Stop:
             assert not (tmp_path / out).exists()
             if stopped == 0:
-                with pytest.raises(StreamError, match="holds a run with another image, model or settings"):
-                    stream(model, pixels, cores=8, **settings)
+                for other in ({"cores": 8}, {"source": 255 - pixels}):
+                    with pytest.raises(StreamError, match="holds a run with another image, model or settings"):
+                        stream(model, **{"source": pixels, **settings, **other})
     assert len(calls) == tiles + stopped  # those that were stopped are run again, no others
     assert stopped == 4
     assert torch.equal(found.cores, expected.cores)
@@ -226,6 +231,20 @@ def test_lost_features_are_not_passed_over(
         stream(model, pixels, **settings)
 
 
+def test_a_full_disk_is_known_before_the_run(
+    model: veca.Veca, pixels: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped files are as large as needed from the start; writing to one without space would kill the process."""
+    states, out = 2 * 130 * 64 * 4, 130 * 24 * 4
+    settings: dict[str, Any] = {"tile": 64, "out": tmp_path / "f.npy", "states": tmp_path / "s", "progress": False}
+    free = shutil.disk_usage(tmp_path)._replace(free=states + out - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(StreamError, match=r"the run needs 0.0 GiB, and the disk of .* has 0.0 free; choose another"):
+        stream(model, pixels, **settings)
+    free = free._replace(free=states + out)
+    assert_alike(stream(model, pixels, **settings), whole(model, pixels))
+
+
 def test_a_model_in_bfloat16(model: veca.Veca, pixels: np.ndarray, tmp_path: Path) -> None:
     low, expected = copy.deepcopy(model).bfloat16(), whole(model, pixels)
     in_memory = stream(low, pixels, tile=64, progress=False)
@@ -279,6 +298,36 @@ def test_regions_of_tiff_files(pixels: np.ndarray, tmp_path: Path, options: dict
         tifffile.imwrite(grey, pixels[..., 0], photometric=photometric, **options)
         value = 255 - pixels[..., 0] if inverted else pixels[..., 0]
         assert torch.equal(open_pixels(grey).read(0, 0, 48, 48), open_pixels(value).read(0, 0, 48, 48))
+
+
+@pytest.mark.parametrize("extra", ["unassalpha", "assocalpha", "unspecified"])
+def test_fourth_channels_of_tiff_files(pixels: np.ndarray, tmp_path: Path, extra: str) -> None:
+    """Only what is marked as opacity is one: the fourth channel of a map is often infrared."""
+    fourth = np.random.default_rng(1).integers(0, 256, (*pixels.shape[:2], 1), np.uint8)
+    colours = np.minimum(pixels, fourth) if extra == "assocalpha" else pixels
+    path = tmp_path / "four.tif"
+    channels = np.concatenate([colours, fourth], axis=2)
+    tifffile.imwrite(path, channels, photometric="rgb", extrasamples=[extra], tile=(64, 64))
+    opacity = fourth / 255 if extra != "unspecified" else 1.0
+    expected = (colours if extra == "assocalpha" else colours * opacity) + 255 * (1 - opacity)
+    found = open_pixels(path).read(0, 0, 150, 203)
+    assert float((found - normalize(torch.from_numpy(expected / 255).float().permute(2, 0, 1))).abs().max()) < 0.02
+    if extra == "unspecified":
+        raster = tmp_path / "four.img"
+        options = {"height": 150, "width": 203, "count": 4, "dtype": "uint8", "transform": rasterio.Affine.scale(2)}
+        with rasterio.open(raster, "w", driver="HFA", **options) as file:
+            file.write(np.moveaxis(channels, -1, 0))
+        assert torch.equal(open_pixels(raster).read(0, 0, 150, 203), found)
+
+
+@pytest.mark.parametrize(("photometric", "channels"), [("separated", 4), ("cielab", 3), ("ycbcr", 3)])
+def test_other_colours_are_not_taken_for_rgb(
+    pixels: np.ndarray, tmp_path: Path, photometric: str, channels: int
+) -> None:
+    path = tmp_path / "colours.tif"
+    tifffile.imwrite(path, np.resize(pixels, (64, 64, channels)), photometric=photometric, tile=(64, 64))
+    with pytest.raises(veca.ImageError, match=f"holds uint8, {channels} channels, {photometric}; regions are read of"):
+        open_pixels(path)
 
 
 @pytest.mark.parametrize("raster_type", [1, 2])  # pixels are areas, or points
@@ -398,6 +447,7 @@ def test_sources_that_are_none(source: Any, message: str) -> None:
         ({"save_dtype": "int8"}, "save_dtype='int8'; it must be 'float16' or 'float32'"),
         ({"out": "x.png"}, "features are written to a .npy file, a .zarr array or a .tif file"),
         ({"out": "x.npy", "dense": False}, "goes with dense=True"),
+        ({"out": "nowhere/x.npy"}, "nowhere is not a folder; make it"),
         ({"states": "here"}, "features must be in a file: name it with out"),
         ({"cores": 65}, "cores=65; a budget is an integer from 1 to 64"),
     ],

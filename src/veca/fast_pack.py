@@ -9,6 +9,7 @@ Shapes: ΣC cores and ΣN patches of all images, both as padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -57,18 +58,22 @@ class PackInputs:
         patches, programs = batch.num_patches, span_programs(like, config.num_heads)
         cores, images = _round_up(sum(budgets), 4, 64), _round_up(len(batch), 4, 4)
         max_cores = max(16, 1 << (max(budgets) - 1).bit_length())
-        self.bucket = PackBucket(_round_up(sum(patches), 16, 64), cores, images, programs + images, max_cores)
         self.spans, self.images = plan_spans(budgets, patches, programs, cores)
+        spans = max(programs + images, _round_up(len(self.spans), 4, 4))  # the first is larger but for huge images
+        self.bucket = PackBucket(_round_up(sum(patches), 16, 64), cores, images, spans, max_cores)
 
     def fill(self, out: PackTensors | None = None) -> PackTensors:
         """The tensors of the pack; `out` are those of another of the same bucket, to be overwritten."""
         out = out or self._allocate()
         patches, cores = len(self.batch.pixels), sum(self.budgets)
         out.pixels[self.bucket.cores :][:patches, : self.batch.pixels.shape[1]] = self.batch.pixels
-        out.bank_rows[:cores] = torch.tensor([row for budget in self.budgets for row in range(budget)])
-        out.patch_points[:patches] = packed_coordinates(self.batch.grids, self.like.device)
-        out.spans.copy_(self._padded_spans())
-        out.images.copy_(self._padded_images())
+        starts = torch.tensor(list(accumulate(self.budgets[:-1], initial=0)))
+        _upload(torch.arange(cores) - starts.repeat_interleave(torch.tensor(self.budgets)), out.bank_rows[:cores])
+        shapes = torch.empty(len(self.batch), 2, dtype=torch.int64, device=self.like.device)
+        _upload(torch.tensor(self.batch.grids), shapes)
+        out.patch_points[:patches] = packed_coordinates(shapes, patches)
+        _upload(self._padded_spans(), out.spans)
+        _upload(self._padded_images(), out.images)
         return out
 
     def _allocate(self) -> PackTensors:
@@ -89,6 +94,11 @@ class PackInputs:
 
     def _padded_images(self) -> Tensor:
         return torch.cat([self.images, self.images.new_zeros(self.bucket.images - len(self.images), 4)])
+
+
+def _upload(values: Tensor, to: Tensor) -> None:
+    """Copy to a device without waiting for it: it may still be at work on the pack before."""
+    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 def _round_up(count: int, parts: int, least: int) -> int:

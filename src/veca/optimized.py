@@ -42,7 +42,8 @@ from veca.packed import PackedImages, forward_by_kind, plan_pack
 
 HOPPER = (9, 0)
 """The first architecture with the tensor memory accelerator, which `veca.kernels.linear` loads tiles by."""
-MAX_GRAPHS = 16
+MAX_GRAPHS, RECENT_CALLS = 16, 64
+"""Shapes that are recorded as CUDA graphs at a time; calls after which a shape is no longer in use."""
 RECOMPILE_LIMIT = 64
 """Of one block: the first, the last and the others, with gradients and without, few cores and many, a batch of one; a
 teacher at each resolution."""
@@ -60,8 +61,7 @@ class FastVeca(Veca):
         self.blocks = nn.ModuleList(FastBlock(cast(Block, block), dtype, weights) for block in model.blocks)
         self.provenance, self.budget, self.width = model.provenance, model.budget, model.width
         self.cuda_graphs = cuda_graphs
-        self._graphs: OrderedDict[Any, Graph] = OrderedDict()  # by shape, least recently used first
-        self._seen: set[Any] = set()  # shapes that have been run at least once
+        self._graphs = GraphCache()
         self.norm = FastNorm(model.norm)  # type: ignore[assignment]  # called the same way
         # Coordinates and their heads stay float32.
         self.states = make_buffer(torch.cat(list(model.core_states)), torch.float32)
@@ -171,14 +171,10 @@ class FastVeca(Veca):
 
         The first result is overwritten by the next run.
         """
-        if not self.cuda_graphs or key not in self._seen:  # the first call compiles; a graph is recorded at the second
-            self._seen.add(key)
+        graph = self._graphs.find(key, lambda other: Graph(run, fill(), other)) if self.cuda_graphs else None
+        if graph is None:
             x, coordinates, taken = run(fill())
             return x, coordinates, taken
-        graph = self._graphs.pop(key, None) or Graph(run, fill(), next(iter(self._graphs.values()), None))
-        self._graphs[key] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            self._seen.discard(self._graphs.popitem(last=False)[0])
         fill(out=graph.inputs)
         x, coordinates, taken = graph.replay()
         return x, coordinates.clone(), taken
@@ -286,6 +282,36 @@ class FastVeca(Veca):
             list(threads.map(run, calls))
 
 
+class GraphCache(OrderedDict[Any, "Graph"]):
+    """CUDA graphs by shape, the least recently used first.
+
+    A shape is recorded when it comes again soon: its first call compiles kernels. Where more shapes take turns than are
+    kept, the others are run without a graph: to record each anew, time after time, would take longer than running it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls, self._last = 0, dict[Any, int]()
+
+    def find(self, key: Any, record: Callable[[Graph | None], Graph]) -> Graph | None:
+        """The graph to replay for a shape, recorded beside another one if need be; None: run the shape as it is."""
+        self._calls += 1
+        recent = self._is_recent(key)
+        self._last[key] = self._calls
+        graph = self.pop(key, None)
+        if graph is None:
+            oldest = next(iter(self)) if len(self) >= MAX_GRAPHS else None
+            if not recent or (oldest is not None and self._is_recent(oldest)):
+                return None
+            self.pop(oldest, None)
+            graph = record(next(iter(self.values()), None))
+        self[key] = graph
+        return graph
+
+    def _is_recent(self, key: Any) -> bool:
+        return key in self._last and self._calls - self._last[key] <= RECENT_CALLS
+
+
 class Graph:
     """A CUDA graph of a call: a replay reads what `inputs` then hold, and overwrites the result of the last one."""
 
@@ -322,7 +348,7 @@ def optimize(
     - On NVIDIA GPUs from Hopper on: fused kernels in `dtype` (default bfloat16, or float16). They are compiled when
       they first run, which takes seconds for all, cached on disk by Triton, and serve every batch, resolution and
       budget; a new MLP width compiles at most the MLP's kernels. With `cuda_graphs`, a shape that comes a second time
-      is recorded and replayed from then on, which frees the CPU; up to 16 shapes are kept. `weights="float8"` runs the
+      is recorded and replayed from then on, which frees the CPU, up to 16 shapes at a time. `weights="float8"` runs the
       two widest layers of each block in 8 bits, except where the whole MLP is one kernel (narrow models at small
       widths): faster, less exact.
     - Elsewhere: the plain model in `dtype` (default float32 on a CPU, bfloat16 on a GPU) under `torch.compile` with

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from veca.attention import runs_packed
 from veca.block_ops import Tokens, add_and_norm, checkpoint_block, has_hooks
-from veca.errors import ArgumentError
+from veca.errors import ArgumentError, NonFiniteError
 from veca.inputs import resolve_budget, resolve_width
 from veca.kernels import ops
 from veca.kernels.onednn import inference_linear
@@ -31,8 +31,9 @@ from veca.rope import Rotary, augment_coordinates, grid_rotary, make_rotary, pat
 if TYPE_CHECKING:
     from veca.model import Veca
 
-_NAFLEX = "patches", "patch_coord", "patch_valid"
-_SIGLIP2 = "pixel_values", "pixel_attention_mask", "spatial_shapes"
+_NAFLEX = {"patches": "BNX", "patch_coord": "BN2", "patch_valid": "BN"}
+_SIGLIP2 = {"pixel_values": "BNX", "pixel_attention_mask": "BN", "spatial_shapes": "B2"}
+"""Of dictionaries that can be packed: names, and their shapes, of X numbers for each patch."""
 _skip_frame = functools.partial(_disable_dynamo, recursive=False)
 """Not traced itself, as it loops over images; what it calls is, as the blocks."""
 
@@ -64,33 +65,32 @@ class PackedImages:
             raise ArgumentError(f"pixels of the pack are {self.pixels.dtype}; they must be normalised floats")
 
     @classmethod
-    def from_padded(cls, images: Mapping[str, Tensor], patch: int = 16) -> PackedImages:
+    def from_padded(cls, images: Mapping[str, Any], patch: int = 16) -> PackedImages:
         """A dictionary with padded patches (B, N, patch · patch · channels), channels last, of timm or SigLIP 2."""
         if all(name in images for name in _NAFLEX):
-            pixels, coordinates, valid = (images[name] for name in _NAFLEX)
-            pixels = pixels.flatten(2)
-            valid = valid.bool()
+            pixels, coordinates, valid = _padded_tensors(images, _NAFLEX)
             shapes = torch.where(valid[..., None], coordinates, -1).amax(dim=1) + 1
-            grids = [cast(PatchGrid, tuple(shape)) for shape in shapes.tolist()]
-            for i, (_, columns) in enumerate(grids):
+            for i, columns in enumerate(shapes[:, 1].tolist()):
                 own = coordinates[i][valid[i]]
                 order = torch.arange(len(own), device=own.device)
                 if not torch.equal(own, torch.stack([order // columns, order % columns], dim=1).to(own)):
                     raise ArgumentError(f"patch_coord of image {i} are not those of a whole grid, row by row")
         elif all(name in images for name in _SIGLIP2):
-            pixels, valid, shapes = (images[name] for name in _SIGLIP2)
-            valid, grids = valid.bool(), [cast(PatchGrid, tuple(shape)) for shape in shapes.tolist()]
+            pixels, valid, shapes = _padded_tensors(images, _SIGLIP2)
         else:
             names = " or ".join(", ".join(each) for each in (_NAFLEX, _SIGLIP2))
             raise ArgumentError(f"the dictionary has {', '.join(images) or 'nothing'}; a pack is made of {names}")
-        counts = valid.sum(dim=1).tolist()
-        for i, ((rows, columns), count) in enumerate(zip(grids, counts, strict=True)):
+        grids = [cast(PatchGrid, tuple(shape)) for shape in shapes.tolist()]
+        for i, ((rows, columns), count) in enumerate(zip(grids, valid.sum(dim=1).tolist(), strict=True)):
             if rows * columns != count:
                 counted = f"{count} valid patches, and a grid of {rows}×{columns}"
                 raise ArgumentError(f"image {i} has {counted}; they must agree")
         if pixels.shape[2] % patch**2:
             raise ArgumentError(f"patches have {pixels.shape[2]} numbers, not a multiple of {patch}² = {patch**2}")
         flat = pixels[valid].unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2).flatten(1)  # channels first
+        # Only on the CPU: elsewhere the device would have to be waited for.
+        if flat.device.type == "cpu" and not flat.isfinite().all():
+            raise NonFiniteError("patches of the dictionary have values that are NaN or infinite; replace them")
         return cls(flat, tuple(grids))
 
     def __len__(self) -> int:
@@ -346,9 +346,34 @@ def _patch_rotaries(model: Veca, grids: Sequence[PatchGrid], like: Tensor) -> li
     return [make_rotary(part, *shape) for part in moved.split([len(part) for part in plain])]
 
 
+def _padded_tensors(images: Mapping[str, Any], shapes: Mapping[str, str]) -> list[Tensor]:
+    """The tensors of a dictionary by name, of these shapes: floats first, masks as booleans, the others integers."""
+    tensors, sizes = list[Tensor](), {"2": 2}
+    for name, letters in shapes.items():
+        try:
+            tensor = torch.as_tensor(images[name])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{name} is {type(images[name]).__name__}; it must be a tensor") from error
+        if letters == "BNX" and tensor.ndim == 5:  # patches with their two sides
+            tensor = tensor.flatten(2)
+        matches = tensor.ndim == len(letters) and all(
+            sizes.setdefault(letter, size) == size for letter, size in zip(letters, tensor.shape, strict=True)
+        )
+        if not matches or (len(tensor) and 0 in tensor.shape):
+            expected = ", ".join(str(sizes.get(letter) or letter) for letter in letters)
+            rule = "B images in N ≥ 1 patches, with padding, of X ≥ 1 numbers"
+            raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}; expected ({expected}): {rule}")
+        if letters == "BN":
+            tensor = tensor.bool()
+        elif letters != "BNX" and tensor.is_floating_point():
+            raise ArgumentError(f"{name} is {tensor.dtype}; it must be of integers")
+        tensors.append(tensor)
+    return tensors
+
+
 def _one_each(values: Any, count: int, name: str) -> list[Any]:
     """A value for each of `count` images: the same, or one each from a sequence."""
-    if isinstance(values, Tensor):
+    if hasattr(values, "tolist"):  # of torch or NumPy
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [values] * count

@@ -5,7 +5,6 @@ Coordinates are (x, y), x along the width, both in [-1, 1]. Shapes: N patches = 
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,12 +36,11 @@ def patch_coordinates(rows: int, columns: int, device: torch.device, dtype: torc
     return torch.stack([x.expand(rows, columns), y[:, None].expand(rows, columns)], dim=-1).flatten(0, 1)
 
 
-def packed_coordinates(grids: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """`patch_coordinates` of many grids, one after the other (ΣN, 2), in as many operations as for one."""
-    shapes = torch.tensor(grids, device=device)
+def packed_coordinates(shapes: Tensor, total: int) -> Tensor:
+    """`patch_coordinates` of many grids (images, 2), of ΣN = `total` patches: (ΣN, 2), by as many calls as for one."""
     counts = shapes.prod(dim=1)
-    image = torch.repeat_interleave(counts, output_size=sum(rows * columns for rows, columns in grids))
-    place = torch.arange(len(image), device=device) - (counts.cumsum(0) - counts)[image]
+    image = torch.repeat_interleave(counts, output_size=total)
+    place = torch.arange(total, device=shapes.device) - (counts.cumsum(0) - counts)[image]
     rows, columns = shapes[image].unbind(dim=1)
     x, y = ((index + 0.5) / size * 2 - 1 for index, size in ((place % columns, columns), (place // columns, rows)))
     return torch.stack([x, y], dim=-1)

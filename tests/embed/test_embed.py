@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -153,6 +154,32 @@ def test_native_sizes_up_to_a_number_of_patches(tmp_path, model, monkeypatch):
     assert go(folder, tmp_path / "h.parquet", model, EmbedSettings(size=96, fit="native")).shrunk == 2
     with pytest.raises(EmbedError, match="max_patches=36: must be None unless fit is 'native'"):
         EmbedSettings(max_patches=36)
+
+
+@pytest.mark.parametrize("options", [{"dense": True}, {"dense": True, "cells": 2}, {}])
+def test_images_of_a_task_run_together_whatever_their_sizes(tmp_path, model, monkeypatch, options):
+    folder, draw = tmp_path / "photos", random.Random(0)
+    folder.mkdir()
+    for i in range(24):
+        size = (draw.randint(8, 130), draw.randint(8, 130))
+        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{i:02}.png")
+    packs, run_pack = [], batches.FeatureModel.run_pack
+
+    def run(self, some):
+        packs.append(len(some))
+        return run_pack(self, some)
+
+    monkeypatch.setattr(batches.FeatureModel, "run_pack", run)
+    settings = EmbedSettings(fit="native", max_patches=36, batch=8, save_dtype="float32", decode="pillow", **options)
+    rows = pq.read_table(go(folder, tmp_path / "f.parquet", model, settings).out).to_pylist()
+    assert packs == [8, 8, 8]
+    for row in rows:
+        alone = pq.read_table(go(row["path"], tmp_path / "one.parquet", model, settings, overwrite=True).out)
+        (one,) = alone.to_pylist()
+        for name in {"cls", "patches"} & row.keys():
+            found, want = (np.frombuffer(x, "<f4") if name == "patches" else x for x in (row[name], one[name]))
+            np.testing.assert_allclose(found, want, atol=2e-6, rtol=1e-5)
+    assert packs == [8, 8, 8]
 
 
 def test_the_command_says_how_many_images_were_shrunk(tmp_path, model):

@@ -115,6 +115,49 @@ def test_spans_cover_every_patch_once() -> None:
             assert [span[5] for span in own] == ([2] if count == 1 else [1, *[0] * (count - 1)])
 
 
+def test_spans_of_a_huge_image_are_within_32_bits() -> None:
+    pytest.importorskip("triton")
+    from veca.kernels.packed_attention import plan_spans
+
+    spans, images = plan_spans([64, 8], [10**6, 5], 4)  # a GPU of few programs, as for models of many heads
+    assert images.tolist()[0] == [0, 64, 0, len(spans) - 1]
+    counts = spans[:-1, 4]
+    assert int(counts.sum()) == 10**6
+    assert int(counts.max()) * 3 * 4096 < 2**31  # numbers of queries, keys and values of a model 4096 wide
+
+
+def test_packs_are_padded_to_their_bucket() -> None:
+    """A graph reads the tensors of the first pack of a bucket, into which all others of it are written."""
+    pytest.importorskip("triton")
+    from veca.fast_pack import PackInputs, PackTensors
+
+    config, like = veca.create_model("veca_tiny", pretrained=False, depth=1).config, torch.zeros(1)
+    found: dict[Any, PackTensors] = {}
+    shared = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        grids = tuple((draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(1, 8)))
+        budgets = [draw.choice((8, 13, 64)) for _ in grids]
+        patches, cores = sum(rows * columns for rows, columns in grids), sum(budgets)
+        inputs = PackInputs(veca.PackedImages(torch.randn(patches, 24), grids), budgets, like, config)
+        bucket = inputs.bucket
+        shared += bucket in found
+        out = found[bucket] = inputs.fill(found.get(bucket))
+        assert torch.equal(out.pixels[bucket.cores :][:patches], inputs.batch.pixels)
+        assert not out.pixels[: bucket.cores].any()
+        assert out.bank_rows[:cores].tolist() == [row for budget in budgets for row in range(budget)]
+        expected = [patch_coordinates(*grid, like.device, torch.float32) for grid in grids]
+        torch.testing.assert_close(out.patch_points[:patches], torch.cat(expected))
+        assert int(out.spans[:, 4].sum()) == patches
+        assert len(out.spans) == bucket.spans
+        assert (out.spans[out.spans[:, 4] == 0, 5] == 0).all()  # padding: nothing of it is stored
+        assert int(out.images[:, 3].sum()) == len(inputs.spans)
+        assert max(budgets) <= bucket.max_cores
+    assert shared > 5
+    wide = PackInputs(veca.PackedImages(torch.zeros(10**6, 1), ((1000, 1000),)), [64], like, config)
+    assert len(wide.spans) <= wide.bucket.spans
+
+
 def lower(kernel: Any, **constants: object) -> str:
     """A kernel for Hopper in Triton's first intermediate form: the interpreter does not check types."""
     from triton._C.libtriton import ir
@@ -158,6 +201,45 @@ def test_kernels_can_be_compiled_for_hopper(chunks: int) -> None:
         assert "tt.store" in lower(kernel, **constants)
 
 
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.skipif(INTERPRETED, reason="operators are not traced in the interpreter")
+@pytest.mark.parametrize("backward", [False, True])
+def test_compiled_graphs_serve_every_mix(backward: bool) -> None:
+    """Of what differs from pack to pack nothing is a constant of the graph, which would be compiled anew."""
+    pytest.importorskip("triton")
+    from torch._dynamo.backends.common import aot_autograd
+
+    from veca.kernels.packed_attention import plan_spans
+
+    sizes: list[Any] = []
+
+    def stop(graph: Any, _: Any) -> None:
+        values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes.extend(value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 1)
+        raise Stop  # there is no GPU to run it
+
+    qkv, points, grids, frequencies, d_out = inputs(PACKS[1], 32, 2)
+    budgets, patches = [budget for budget, _ in PACKS[1]], [rows * columns for _, (rows, columns) in PACKS[1]]
+    arguments = [qkv, points, grids, frequencies, *plan_spans(budgets, patches, 7)]
+    if backward:
+        arguments = [d_out, *arguments, torch.zeros_like(d_out), torch.zeros(len(d_out), 2).T]
+    operator = ops.packed_attention_backward_op if backward else ops.packed_attention_op
+
+    def run(max_cores: int, *tensors: Tensor) -> Tensor:
+        return operator(*tensors, max_cores, ops.KERNELS)[0]
+
+    compiled = torch.compile(run, backend=aot_autograd(fw_compiler=stop), dynamic=True)
+    with torch.no_grad(), pytest.raises(Stop):
+        compiled(max(budgets), *arguments)
+    torch.compiler.reset()
+    changing = [size for size in sizes if size != 2]  # heads are always two
+    assert len(changing) >= 5
+    assert all(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None for size in changing)
+
+
 @interpreted
 def test_a_model_runs_packs_by_the_kernel() -> None:
     model = veca.create_model("veca_tiny", pretrained=False, embed_dim=64, depth=2, num_heads=2).eval()
@@ -196,3 +278,28 @@ def test_gpu_packs_of_a_bucket_by_cuda_graphs() -> None:
         for out in outputs:
             for found, wanted in ((out.cores, expected.cores), (out.patches, expected.patches)):
                 assert float((found.float() - wanted).norm() / wanted.norm()) <= 2e-2
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_models_train_on_packs() -> None:
+    torch.manual_seed(0)
+    model = veca.create_model("veca_small", pretrained=False, depth=3).cuda()
+    compiled, graphs = torch.compile(model, dynamic=True), []
+    for seed in range(4):
+        draw = random.Random(seed)
+        grids = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(6 + seed)]
+        budgets = [64, *(draw.choice((8, 32, 64)) for _ in grids[1:])]
+        batch = veca.pack([torch.randn(3, 16 * rows, 16 * columns) for rows, columns in grids], device="cuda")
+        found = []
+        for kernel, run in (("triton", compiled), ("sdpa", model)):
+            model.zero_grad()
+            torch.manual_seed(seed)  # coordinates are augmented
+            with use_kernel(kernel):
+                out = run(batch, cores=budgets)
+                (out.patches.square().mean() + out.cls.square().mean()).backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        mine, theirs = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in found)
+        assert float((mine - theirs).norm() / theirs.norm()) <= 1e-4
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs[1:])) == 1  # not one more, whatever the mix

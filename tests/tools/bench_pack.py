@@ -1,5 +1,8 @@
 """Packs against batches of one shape and against padding: images per second, interleaved in one run.
 
+Packs run by one kernel for all images (`use_kernel("triton")`) and, as `by_kind`, as they do by default: a batch for
+each kind of image, without CUDA graphs, as there are too many kinds to record.
+
 `python tests/tools/bench_pack.py --model veca_base` on a GPU; `--device cpu --model veca_tiny --images 2` to try it.
 
 - aspects: images of about 1024 patches (512 px) with the aspect ratios of COCO, against as many of 512 × 512 px
@@ -37,10 +40,10 @@ def make_images(grids: list[tuple[int, int]], device: str) -> list[Tensor]:
     return [torch.randn(3, 16 * rows, 16 * columns, device=device) for rows, columns in grids]
 
 
-def compare(calls: Mapping[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each call, in turns after three calls of each."""
+def compare(calls: Mapping[str, Callable[[], object]], device: str, repeats: int, warm: int = 3) -> dict[str, float]:
+    """Median milliseconds of each call, in turns after `warm` calls of each."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(repeats + 3):
+    for i in range(repeats + warm):
         for name, call in calls.items():
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -48,7 +51,7 @@ def compare(calls: Mapping[str, Callable[[], object]], device: str, repeats: int
             call()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if i >= 3:
+            if i >= warm:
                 times[name].append(1e3 * (time.perf_counter() - began))
     return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
@@ -69,9 +72,11 @@ class PackBench:
     def __init__(self, model: str, device: str, images: int = 32, cores: int = 64, repeats: int = 20, mixes: int = 4):
         torch.manual_seed(0)
         self.device, self.count, self.cores, self.repeats, self.mixes = device, images, cores, repeats, mixes
-        self._random, self._kernel = random.Random(0), "triton" if device == "cuda" else "auto"
+        self._random, self._kernel = random.Random(0), ("triton" if device == "cuda" else "auto")
         self.model = veca.create_model(model, pretrained=False).to(device)
-        self.fast = veca.optimize(self.model.eval()) if device == "cuda" else self.model.eval()
+        self.fast = self.unrecorded = self.model.eval()
+        if device == "cuda":
+            self.fast, self.unrecorded = (veca.optimize(self.model, cuda_graphs=graphs) for graphs in (True, False))
         self.by_aspect = self._packs(
             lambda: grid_of(self._random.choices(list(ASPECTS), list(ASPECTS.values()))[0], 1024)
         )
@@ -85,15 +90,23 @@ class PackBench:
         with torch.inference_mode(), use_kernel(self._kernel):
             return self.fast(batch, self.cores)
 
+    def _run_by_kind(self, batch: object) -> object:
+        with torch.inference_mode():
+            return self.unrecorded(batch, self.cores)
+
     def _share(self, packs: list[veca.PackedImages]) -> float:
         """Patches of the packs relative to those of squares of 512 px."""
         return statistics.mean(len(pack.pixels) for pack in packs) / (self.count * 1024)
 
     def _compare(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        return compare(calls, self.device, self.repeats)
+        # Each mix is compiled and recorded before it is timed.
+        return compare(calls, self.device, self.repeats, warm=2 * self.mixes + 1)
+
+    def _packed(self, packs: list[veca.PackedImages]) -> dict[str, Callable[[], object]]:
+        return {"pack": in_turns(packs, self._run), "by_kind": in_turns(packs, self._run_by_kind)}
 
     def aspects(self) -> dict[str, object]:
-        calls = {"same": lambda: self._run(self.squares), "pack": in_turns(self.by_aspect, self._run)}
+        calls = {"same": lambda: self._run(self.squares), **self._packed(self.by_aspect)}
         times = self._compare(calls)
         rate = times["same"] / times["pack"] * self._share(self.by_aspect)
         return {"case": "aspects", "ms": times, "of_same_shape_by_patches": round(rate, 3)}
@@ -101,7 +114,7 @@ class PackBench:
     def sides(self) -> dict[str, object]:
         packs = self._packs(lambda: (round(16 * 4 ** self._random.random()), round(16 * 4 ** self._random.random())))
         largest = torch.randn(self.count, 3, 1024, 1024, device=self.device)
-        times = self._compare({"padded": lambda: self._run(largest), "pack": in_turns(packs, self._run)})
+        times = self._compare({"padded": lambda: self._run(largest), **self._packed(packs)})
         return {"case": "sides", "ms": times, "times_padding": round(times["padded"] / times["pack"], 3)}
 
     def training(self) -> dict[str, object]:

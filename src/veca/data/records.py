@@ -104,6 +104,11 @@ class ShapeGroup:
     crops: list[Crop | None] = field(default_factory=list)
     features: dict[str, NDArray[Any]] | None = None
 
+    def set_features(self, parts: Sequence[dict[str, NDArray[Any]]]) -> None:
+        """Replace the pixels by their features, of which `parts` has some images each."""
+        self.features = {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
+        self.pixels = None
+
     def images(self) -> Iterator[tuple[Any, Any, Crop | None]]:
         """Pixels, source and crop of each."""
         nothing = [None] * self.count

@@ -10,10 +10,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
@@ -32,10 +32,11 @@ from veca.data.records import GPU_TASK_IMAGES, TASK_IMAGES, Decode, RecordDecode
 from veca.data.sources import Item
 from veca.embed.meter import StageMeter
 from veca.embed.partitions import Partition, PartitionFolder, PartitionState, feature_columns, feature_schema
-from veca.embed.rows import MAX_WRITES, FeatureBatch, FeatureRows, ImageShape, WriteQueue, make_table
+from veca.embed.rows import MAX_WRITES, FeatureBatch, FeatureRows, ImageShape, WriteQueue, make_table, stack_images
 from veca.embed.settings import EmbedSettings
 from veca.errors import NonFiniteError
 from veca.images import normalize
+from veca.images.pack import pack
 from veca.kernels.onednn import PackedWeights
 from veca.model import Veca
 from veca.optimized import optimize, supports_fused, unfusable_reason
@@ -173,20 +174,37 @@ class FeatureModel:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if device.type == "cuda" else []
         began, ended, copied = (event.record for event in events) if events else (lambda: None,) * 3
         start = time.perf_counter()
-        autocast = torch.autocast(device.type, self._dtype, enabled=self._autocast)
-        with torch.inference_mode(), autocast, self._packed:
-            pixels = _stack(images, device)
+        with self._inference():
+            pixels = stack_images(images, device)
             began()
             output = self._forward(normalize(pixels), cores=s.cores, cls_only=not s.dense, width=s.width)
             ended()
-            dtype = getattr(torch, str(s.save_dtype))
-            found = {name: self._feature(output, name).to(dtype).flatten(1) for name in feature_columns(self.schema)}
+            found = self._features(output)
             # New memory: a view of the first token would keep all tokens.
-            columns = {k: torch.empty(v.shape, dtype=dtype, pin_memory=v.is_cuda) for k, v in found.items()}
+            columns = {k: torch.empty(v.shape, dtype=v.dtype, pin_memory=v.is_cuda) for k, v in found.items()}
             for name, values in found.items():
                 columns[name].copy_(values, non_blocking=True)
             copied()
         return FeatureBatch(columns, events, time.perf_counter() - start)
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        autocast = torch.autocast(self.job.device.type, self._dtype, enabled=self._autocast)
+        with torch.inference_mode(), autocast, self._packed:
+            yield
+
+    def run_pack(self, images: Sequence[NDArray[np.uint8]]) -> list[dict[str, NDArray[Any]]]:
+        """Images of any shapes to their features, on a CPU."""
+        s, patch = self.job.settings, self.job.config.patch_size
+        with self._inference():
+            batch = pack([normalize(torch.from_numpy(pixels)) for pixels in images], patch_size=patch)
+            outputs: Any = self._forward(batch, cores=s.cores, cls_only=not s.dense, width=s.width)
+            return [{name: x.numpy() for name, x in self._features(output).items()} for output in outputs]
+
+    def _features(self, output: VecaOutput) -> dict[str, Tensor]:
+        """The columns of the file (B, numbers)."""
+        dtype = getattr(torch, str(self.job.settings.save_dtype))
+        return {name: self._feature(output, name).to(dtype).flatten(1) for name in feature_columns(self.schema)}
 
     def _feature(self, output: VecaOutput, name: str) -> Tensor:
         """What a column holds: `cls` (B, D), `patches` (B, N, D) or the means of its cells."""
@@ -202,13 +220,20 @@ class FeatureModel:
         A worker process that is a fork of this one may call it.
         """
         # After a fork the compiler would wait forever for its threads, so a new shape must run eagerly.
-        eager = torch.compiler.set_stance("eager_on_recompile") if self.job.settings.compile else nullcontext()
+        s = self.job.settings
+        eager = torch.compiler.set_stance("eager_on_recompile") if s.compile else nullcontext()
+        # Compiled blocks have seen one shape, not packs.
+        packed = s.fit == "native" and len(records.groups) > 1 and not s.compile
         with eager:
+            if packed:  # a task has as many images as a batch, none of more patches than its images
+                features = iter(self.run_pack([pixels for group in records.groups.values() for pixels in group.pixels]))
+                for group in records.groups.values():
+                    group.set_features(list(islice(features, group.count)))
+                return
             for shape, group in records.groups.items():
                 step, pixels = self.job.batch_of(*shape), group.pixels
                 found = [self([pixels[start : start + step]]).columns() for start in range(0, group.count, step)]
-                group.features = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-                group.pixels = None
+                group.set_features(found)
 
     def warm_up(self) -> None:
         """Run the model once as forked workers will: they inherit what it compiles, and errors surface sooner."""
@@ -219,22 +244,6 @@ class FeatureModel:
             self([[np.zeros((3, side, side), np.uint8)] * batch])
         finally:
             torch.set_num_threads(threads)
-
-
-def _stack(images: Sequence[Any], device: torch.device) -> Tensor:
-    """Join images on the device: tensors there, and lists of arrays."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.stack(list(chain.from_iterable(images))))
-    parts = list[Tensor]()
-    for on_device, group in groupby(images, key=lambda some: isinstance(some, Tensor)):
-        if on_device:
-            parts += group
-            continue
-        arrays = list(chain.from_iterable(group))
-        host = torch.empty(len(arrays), *arrays[0].shape, dtype=torch.uint8, pin_memory=True)
-        np.stack(arrays, out=host.numpy())
-        parts.append(host.to(device, non_blocking=True))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PartitionWriter:

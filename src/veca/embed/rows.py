@@ -1,11 +1,11 @@
-"""Rows of features on their way to a file: their Arrow table, and the thread that writes them."""
+"""Images on their way to the device, and rows of features to a file: their Arrow table, the thread that writes them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -113,6 +113,22 @@ class WriteQueue(AbstractContextManager["WriteQueue"]):
         """Wait until all jobs but the last few are done; raises the error of one of them."""
         while len(self._jobs) > but:
             self._jobs.popleft().result()
+
+
+def stack_images(images: Sequence[Any], device: torch.device) -> Tensor:
+    """Join images on the device: tensors there, and lists of arrays."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.stack(list(chain.from_iterable(images))))
+    parts = list[Tensor]()
+    for on_device, group in groupby(images, key=lambda some: isinstance(some, Tensor)):
+        if on_device:
+            parts += group
+            continue
+        arrays = list(chain.from_iterable(group))
+        host = torch.empty(len(arrays), *arrays[0].shape, dtype=torch.uint8, pin_memory=True)
+        np.stack(arrays, out=host.numpy())
+        parts.append(host.to(device, non_blocking=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def make_table(pieces: Sequence[FeatureRows], schema: pa.Schema) -> pa.Table:

@@ -81,7 +81,7 @@ class VecaImageProcessor(SavedWithCode, BaseImageProcessor):
             fit = "keep" if "shortest_edge" in side else "stretch"
         sides = tuple(side.values())
         target = sides[0] if len(set(sides)) == 1 else (side["height"], side["width"])
-        limit = max_num_patches or self.max_num_patches
+        limit = self.max_num_patches if max_num_patches is None else max_num_patches
         mean, std = (
             torch.tensor(each).view(-1, 1, 1) for each in (image_mean or self.image_mean, image_std or self.image_std)
         )
@@ -94,6 +94,8 @@ class VecaImageProcessor(SavedWithCode, BaseImageProcessor):
             pixels = pixels / 255 if scale == 1 / 255 else pixels * scale
             tensors.append(((pixels - mean) / std if chosen["do_normalize"] else pixels).to(chosen["device"]))
         if fit == "native":
+            if not tensors:
+                raise ArgumentError("there are no images; give at least one")
             return BatchFeature(pad_patches(tensors), tensor_type=return_tensors)
         if ChannelDimension(chosen["data_format"]) == ChannelDimension.LAST:
             tensors = [each.permute(1, 2, 0) for each in tensors]

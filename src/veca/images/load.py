@@ -19,6 +19,7 @@ from veca.images.resize import (
     Box,
     Crop,
     cached_tensors,
+    check_max_patches,
     check_tensor,
     native_sizes,
     resample,
@@ -58,7 +59,7 @@ def load_image(
     >>> load_image(Image.new("RGB", (640, 400)), size=64).shape
     torch.Size([3, 64, 64])
     """
-    _check_fit(size, fit)
+    _check_fit(size, fit, max_patches)
     image = open_image(source, max_pixels=max_pixels, background=background)
     with image_errors(source, max_pixels):  # it may get too large
         image = fit_image(image, size, fit, max_pixels, max_patches)
@@ -103,7 +104,7 @@ def open_for_fit(
     With "cpu" a JPEG is decoded at reduced size as long as two pixels are left for each one of the result; the image
     may then be that of the decoder.
     """
-    _check_fit(size, fit)
+    _check_fit(size, fit, max_patches)
     if decoder not in get_args(Decoder):
         raise ArgumentError(f"decoder is {decoder!r}; it must be one of {', '.join(get_args(Decoder))}")
     side = float(max(size) if isinstance(size, tuple) else size or 0)
@@ -298,7 +299,7 @@ def plan_fit(
     max_patches: int | None = None,
 ) -> Crop:
     """Return what `fit_image` makes of an image of this size."""
-    _check_fit(size, fit)
+    _check_fit(size, fit, max_patches)
     if fit == "native":
         rows, columns = native_sizes(height, width, max_patches or patch_limit(size))
     elif isinstance(size, tuple):
@@ -336,8 +337,9 @@ def _centre_box(width: int, height: int, columns: int, rows: int) -> Box:
     return left, top, width - left, height - top
 
 
-def _check_fit(size: FitSize, fit: str) -> None:
-    """Raise `ArgumentError` unless `fit_image` can use both."""
+def _check_fit(size: FitSize, fit: str, max_patches: int | None) -> None:
+    """Raise `ArgumentError` unless `fit_image` can use them."""
+    check_max_patches(max_patches)
     if fit not in get_args(Fit):
         raise ArgumentError(f"fit is {fit!r}; it must be one of {', '.join(get_args(Fit))}")
     if size is None and fit in ("crop", "stretch"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from veca.errors import ArgumentError, NonFiniteError
 from veca.images.load import normalize, to_tensor
-from veca.images.resize import PATCH, native_sizes, resample
+from veca.images.resize import PATCH, check_max_patches, native_sizes, resample
 from veca.packed import PackedImages
 
 
@@ -30,8 +30,9 @@ def pack(
     >>> batch.grids
     ((4, 6), (7, 14))
     """
-    if max_patches is not None and not (isinstance(max_patches, int) and max_patches >= 1):
-        raise ArgumentError(f"max_patches={max_patches!r}; it must be at least 1, or None for no limit")
+    check_max_patches(max_patches)
+    if not (isinstance(patch_size, int) and patch_size >= 1):
+        raise ArgumentError(f"patch_size={patch_size!r}; it must be an integer, at least 1")
     if isinstance(images, Mapping):
         if max_patches is not None:
             raise ArgumentError("max_patches goes with images; those of a dictionary are cut into patches already")
@@ -61,6 +62,9 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
     """An image as a normalised tensor (channels, H, W), sides multiples of `patch`."""
     where = f"image {index} of the pack"
     if isinstance(image, Image.Image):
+        if 0 in image.size or image.mode != "RGB":
+            found = f"has {image.width}×{image.height} pixels of mode {image.mode}"
+            raise ArgumentError(f"{where} {found}; expected RGB, no side 0. images.open_image converts others")
         height, width = native_sizes(image.height, image.width, max_patches, patch)
         return normalize(to_tensor(resample(image, (width, height), (0, 0, *image.size))).to(device))
     if not isinstance(image, Tensor):
@@ -71,6 +75,8 @@ def _fit(image: Any, index: int, max_patches: int | None, patch: int, device: st
         )
     image = image.to(device)
     if image.dtype == torch.uint8:
+        if len(image) != 3:
+            raise ArgumentError(f"{where} is uint8 of {len(image)} channels; only RGB, 3 channels, is normalised here")
         image = normalize(image)
     elif not image.is_floating_point():
         raise ArgumentError(f"{where} is {image.dtype}; expected normalised floats, or uint8 to be normalised")

@@ -168,6 +168,11 @@ def native_sizes(height: float, width: float, max_patches: int | None = None, pa
     return rows * patch, columns * patch
 
 
+def check_max_patches(max_patches: int | None) -> None:
+    if max_patches is not None and not (isinstance(max_patches, int) and max_patches >= 1):
+        raise ArgumentError(f"max_patches={max_patches!r}; it must be at least 1, or None for no limit")
+
+
 def resize_to_multiple(x: Tensor, patch: int = PATCH) -> Tensor:
     """Resize a float tensor (..., 3, H, W) to the nearest multiples (bicubic, antialiased).
 

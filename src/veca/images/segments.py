@@ -54,6 +54,11 @@ _SIZES: dict[int, Callable[[bytes], tuple[int, int]]] = {
 }
 
 
+def is_bounded(compression: int) -> bool:
+    """Whether a compression, by its number, knows nothing of images: the TIFF alone says how large they are."""
+    return compression in _BOUNDED
+
+
 def check_compression(compression: int) -> None:
     """Raise ImageError unless the compression of a TIFF, by its number, is one whose memory can be bounded."""
     if compression not in _BOUNDED and compression not in _SIZES:

@@ -7,6 +7,7 @@ or kept, but some segments of a TIFF that the next regions are likely to need.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import operator
 import os
@@ -15,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from veca.images.decode import MAX_PIXELS, ImageError, open_regular
 from veca.images.geotiff import GeoTag, make_geo_tags, read_geo_tags, scale_geo_tags
 from veca.images.load import normalize, open_image
 from veca.images.resize import PATCH
-from veca.images.segments import MAX_SEGMENT_PIXELS, check_compression, check_segment
+from veca.images.segments import MAX_SEGMENT_PIXELS, check_compression, check_segment, is_bounded
 
 TIFF_SUFFIXES = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".btf", ".gtiff")
 SLIDE_SUFFIXES = (".mrxs", ".vms", ".vmu", ".bif", ".czi", ".dcm", ".svslide")
@@ -39,6 +40,12 @@ _MAX_SIDE = 2**24
 """Pixels of a side, at most."""
 _CACHE_BYTES = 256 << 20
 """Decoded segments of a TIFF that are kept."""
+_WHITE_IS_ZERO, _YCBCR = 0, 6
+_COLOURS = _WHITE_IS_ZERO, 1, 2
+"""Photometric interpretations of a TIFF that are grey or RGB. YCbCr becomes RGB where a codec of images decodes it."""
+Alpha = Literal["straight", "premultiplied", "none"]
+"""What a fourth channel is: opacity, by which the colours may be multiplied already; or no colour, such as infrared."""
+_ALPHAS: dict[int, Alpha] = {1: "premultiplied", 2: "straight"}
 
 
 class PixelSource(ABC):
@@ -66,6 +73,13 @@ class PixelSource(ABC):
         """What must be equal for a run to be resumed."""
         status = None if self.path is None else self.path.stat()
         return [self.height, self.width, *([status.st_size, status.st_mtime_ns] if status else [])]
+
+    def _digest(self) -> str:
+        """A hash of a few pixels: an array has no date by which another would be known."""
+        boxes = [(self.height * i // 16, self.width * i // 16) for i in range(16)]
+        regions = (self._read(y, x, min(y + 16, self.height), min(x + 16, self.width)) for y, x in boxes)
+        arrays = (x.float().numpy() if isinstance(x, Tensor) else x for x in regions)
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
     def grid(self, patch: int = PATCH) -> tuple[int, int]:
         """Rows and columns of patches; the last row and column of pixels are repeated up to whole patches."""
@@ -98,6 +112,10 @@ class ArraySource(PixelSource):
             raise ImageError(f"{name} has chunks of {'×'.join(map(str, chunks))}; {rule}")
         super().__init__(*shape[:2])
 
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self._digest()]
+
     def _read(self, top: int, left: int, bottom: int, right: int) -> NDArray[np.uint8]:
         return _to_rgb(np.asarray(self.array[top:bottom, left:right]))
 
@@ -112,6 +130,10 @@ class TensorSource(PixelSource):
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise ArgumentError(f"the tensor is {tensor.dtype}; it must be uint8, or normalised floats")
         super().__init__(*tensor.shape[1:])
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self._digest()]
 
     def _read(self, top: int, left: int, bottom: int, right: int) -> Tensor:
         region = self.tensor[:, top:bottom, left:right].cpu()
@@ -137,9 +159,13 @@ class TiffSource(PixelSource):
             if page.jpegtables:
                 check_segment(self._compression, page.jpegtables)
             planar = page.samplesperpixel > 1 and page.planarconfig == tifffile.PLANARCONFIG.SEPARATE
-            palette = page.photometric == tifffile.PHOTOMETRIC.PALETTE
+            photometric = int(page.photometric)
+            colours = photometric in _COLOURS or (photometric == _YCBCR and not is_bounded(self._compression))
             supported = page.dtype == np.uint8 and page.samplesperpixel in (1, 3, 4) and page.imagedepth == 1
-            kind = f"{page.dtype}, {page.samplesperpixel} channels{' in planes' * planar}{' of a palette' * palette}"
+            name = str(getattr(page.photometric, "name", photometric)).lower()
+            kind = f"{page.dtype}, {page.samplesperpixel} channels{' in planes' * planar}, {name}"
+            self._inverted = photometric == _WHITE_IS_ZERO
+            self._alpha = _ALPHAS.get(next(iter(page.extrasamples), 0), "none")
             # A damaged file may have lists where numbers belong.
             height, width = operator.index(page.imagelength), operator.index(page.imagewidth)
             segment = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, width)
@@ -149,7 +175,7 @@ class TiffSource(PixelSource):
         if orientation in range(2, 9):
             rule = "regions are read of upright images. Turn it and write it again"
             raise ImageError(f"{self.name} is stored turned or mirrored, orientation {orientation}; {rule}")
-        if not supported or planar or palette:
+        if not supported or planar or not colours:
             raise ImageError(f"{self.name} holds {kind}; regions are read of 8-bit grey, RGB or RGBA")
         super().__init__(height, width)
         if min(self._rows, self._columns) < 1 or self._rows * self._columns > MAX_SEGMENT_PIXELS:
@@ -219,7 +245,7 @@ class TiffSource(PixelSource):
                 if part.shape[:2] != (rows.stop - rows.start, columns.stop - columns.start):
                     raise ImageError(f"{self.name} is damaged: segment {i * self._across + j} is too small")
                 out[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left] = part
-        return _to_rgb(out, inverted=int(self._page.photometric) == 0)
+        return _to_rgb(out, self._alpha, self._inverted)
 
 
 class SlideSource(PixelSource):
@@ -262,8 +288,10 @@ class RasterSource(PixelSource):
                 file = self._file = rasterio.open(path)
         except rasterio.errors.RasterioError as error:
             raise ImageError(f"{path} cannot be read: {error}") from error
-        kinds = set(file.dtypes)
-        if kinds != {"uint8"} or file.count not in (1, 3, 4) or rasterio.enums.ColorInterp.palette in file.colorinterp:
+        kinds, colours = set(file.dtypes), rasterio.enums.ColorInterp
+        other = {colours.palette, colours.cyan, colours.hue, colours.Y} & set(file.colorinterp)
+        self._alpha: Alpha = "straight" if file.colorinterp[-1] == colours.alpha else "none"
+        if kinds != {"uint8"} or file.count not in (1, 3, 4) or other:
             held = f"{file.count} bands of {', '.join(sorted(kinds))}"
             raise ImageError(f"{path} holds {held}; regions are read of 8-bit grey, RGB or RGBA")
         rows, columns = map(max, zip(*file.block_shapes, strict=True))
@@ -281,7 +309,7 @@ class RasterSource(PixelSource):
             bands = self._file.read(window=((top, bottom), (left, right)))
         except self._error as error:
             raise ImageError(f"{self.name} cannot be read: {error}") from error
-        return _to_rgb(np.moveaxis(bands, 0, -1))
+        return _to_rgb(np.moveaxis(bands, 0, -1), self._alpha)
 
 
 def open_pixels(source: Any, max_pixels: int = MAX_PIXELS) -> PixelSource:
@@ -329,17 +357,19 @@ def open_zarr(path: str) -> Any:
         raise ImageError(f"{path} cannot be opened as a zarr array: {error}") from error
 
 
-def _to_rgb(pixels: NDArray[np.uint8], inverted: bool = False) -> NDArray[np.uint8]:
-    """Grey (height, width[, 1]), RGB or RGBA as RGB; what is transparent is white."""
+def _to_rgb(pixels: NDArray[np.uint8], alpha: Alpha = "straight", inverted: bool = False) -> NDArray[np.uint8]:
+    """Grey (height, width[, 1]), RGB or RGB with a fourth channel as RGB; what is transparent is white."""
     if pixels.ndim == 2:
         pixels = pixels[..., None]
     if pixels.shape[2] == 1:
         return np.repeat(255 - pixels if inverted else pixels, 3, axis=2)
-    if pixels.shape[2] == 3:
-        return pixels
-    alpha = pixels[..., 3:].astype(np.uint16)
-    mixed = (pixels[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255
-    return mixed.astype(np.uint8)
+    colours = pixels[..., :3]
+    if pixels.shape[2] == 3 or alpha == "none":
+        return colours
+    opacity = pixels[..., 3:].astype(np.uint16)
+    if alpha == "premultiplied":
+        return np.minimum(colours + (255 - opacity), 255).astype(np.uint8)
+    return ((colours * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
 
 
 def _plain(value: Any) -> Any:

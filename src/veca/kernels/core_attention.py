@@ -279,9 +279,9 @@ def _is_multiple(count: int, size: int) -> bool:
     return isinstance(count, int) and count % size == 0
 
 
-def as_kernel_input(x: Tensor) -> Tensor:
+def as_kernel_input(x: Tensor, max_stride: int = MAX_STRIDE) -> Tensor:
     """`x`, copied if its strides do not fit the kernels: contiguous channels, offsets within a tile below 2³¹."""
-    return x if x.stride(-1) == 1 and max(x.stride()[1:]) <= MAX_STRIDE else x.contiguous()
+    return x if x.stride(-1) == 1 and max(x.stride()[1:]) <= max_stride else x.contiguous()
 
 
 def launch_core_attention(

@@ -36,6 +36,8 @@ from veca.kernels.rotary import load_frequency
 
 _TILE = 64
 """Patches that a span has a multiple of."""
+_MAX_PATCHES, _MAX_STRIDE = 2**15, 2**16 - 1
+"""Of a span, and of its tokens: a program addresses them relative to the first with 32 bits."""
 
 
 def plan_spans(
@@ -49,7 +51,7 @@ def plan_spans(
     the first patch, if not the one after the last core.
     """
     total = sum(-(-count // _TILE) for count in patches)
-    length = _TILE * max(1, -(-total // max(1, programs)))
+    length = min(_MAX_PATCHES, _TILE * max(1, -(-total // max(1, programs))))
     first_patch = sum(budgets) if first_patch is None else first_patch
     places = zip(accumulate(budgets, initial=0), budgets, accumulate(patches, initial=0), patches, strict=False)
     spans, images = list[list[int]](), list[list[int]]()
@@ -193,19 +195,22 @@ def launch_packed_attention(
     qkv: Tensor, core_points: Tensor, patch_points: Tensor, frequencies: Tensor, spans: Tensor, images: Tensor,
     max_cores: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention (S, H·d) and log-sum-exp (H, S). No image has more than `max_cores` cores."""
-    qkv = as_kernel_input(qkv[None])[0]
+    """Attention (S, H·d) and log-sum-exp (H, S). No image has more than `max_cores` cores.
+
+    Traced sizes are symbols, of which `len` would make constants: a graph for each mix of images.
+    """
+    qkv = as_kernel_input(qkv[None], _MAX_STRIDE)[0]
     tokens, _, heads, width = qkv.shape
     tiling = choose_attention_tiling(qkv, max_cores, backward=False)
-    chunk, chunks = tiling.chunk, triton.cdiv(max_cores, tiling.chunk)
+    chunk, chunks = tiling.chunk, int(triton.cdiv(max_cores, tiling.chunk))
     constants = _constants(qkv, tiling, chunks)
     out, lse = qkv.new_empty(tokens, heads * width), qkv.new_empty(heads, tokens, dtype=torch.float32)
-    partials = qkv.new_empty(len(spans) * heads * chunks * chunk * (width + 2), dtype=torch.float32)
-    launchable(_packed_attention_kernel, qkv)[len(spans) * heads, 1 + chunks](
+    partials = qkv.new_empty(spans.shape[0] * heads * chunks * chunk * (width + 2), dtype=torch.float32)
+    launchable(_packed_attention_kernel, qkv)[spans.shape[0] * heads, 1 + chunks](
         qkv, core_points, patch_points, frequencies, out, lse, partials, spans, tokens,
         qkv.stride(0), qkv.stride(1), qkv.stride(2), **constants, num_warps=tiling.warps,
     )  # fmt: skip
-    launchable(_combine_packed_kernel, qkv)[len(images) * heads, chunks, chunk // 16](
+    launchable(_combine_packed_kernel, qkv)[images.shape[0] * heads, chunks, chunk // 16](
         partials, out, lse, images, tokens, H=heads, D=width, CHUNK=chunk, CHUNKS=chunks, ROWS=16
     )
     return out, lse
@@ -216,23 +221,23 @@ def launch_packed_attention_backward(
     images: Tensor, out: Tensor, lse: Tensor, max_cores: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv (S, 3, H, d) and of the cores' coordinates (ΣC, 2)."""
-    qkv, d_out = as_kernel_input(qkv[None])[0], as_kernel_input(d_out[None])[0]
+    qkv, d_out = (as_kernel_input(x[None], _MAX_STRIDE)[0] for x in (qkv, d_out))
     tokens, _, heads, width = qkv.shape
-    cores = len(core_points)
+    cores = core_points.shape[0]
     tiling = choose_attention_tiling(qkv, max_cores, backward=True)
-    chunk, chunks = tiling.chunk, triton.cdiv(max_cores, tiling.chunk)
+    chunk, chunks = tiling.chunk, int(triton.cdiv(max_cores, tiling.chunk))
     constants = _constants(qkv, tiling, chunks)
     d_qkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    partials = qkv.new_empty(len(spans) * heads * chunks * 3 * chunk * width, dtype=torch.float32)
+    partials = qkv.new_empty(spans.shape[0] * heads * chunks * 3 * chunk * width, dtype=torch.float32)
     d_points = qkv.new_empty(heads, 2, cores, 2, dtype=torch.float32)  # through keys, and through queries
     # Patch gradients need all chunks, those of a chunk need all patches: with several chunks that is two launches.
     for patches, core in [(True, True)] if chunks == 1 else [(True, False), (False, True)]:
-        launchable(_packed_attention_backward_kernel, qkv)[len(spans) * heads, 2 * chunks if core else 2](
+        launchable(_packed_attention_backward_kernel, qkv)[spans.shape[0] * heads, 2 * chunks if core else 2](
             qkv, core_points, patch_points, frequencies, out, lse, d_out, d_qkv, d_points, partials, spans, tokens,
             cores, qkv.stride(0), qkv.stride(1), qkv.stride(2), d_out.stride(0), PATCHES=patches, CORES=core,
             **constants, num_warps=tiling.warps,
         )  # fmt: skip
-    launchable(_combine_packed_backward_kernel, qkv)[len(images) * heads, chunks, 2](
+    launchable(_combine_packed_backward_kernel, qkv)[images.shape[0] * heads, chunks, 2](
         qkv, core_points, frequencies, d_qkv, d_points, partials, images, cores,
         qkv.stride(0), qkv.stride(1), qkv.stride(2), H=heads, D=width, CHUNK=chunk, CHUNKS=chunks,
         SCALE=constants["SCALE"], EXACT=constants["EXACT"],

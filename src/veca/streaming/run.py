@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from veca.images.tiles import PixelSource, open_pixels
 from veca.inputs import resolve_budget, resolve_width
 from veca.model import Block, Veca
 from veca.rope import Rotary, make_rotary, rotate
-from veca.streaming.storage import FeatureOutput, FileStates, MemoryStates, Tile
+from veca.streaming.storage import FeatureOutput, FileStates, MemoryStates, Tile, check_space
 from veca.utils.console import bar
 
 
@@ -230,6 +231,7 @@ class _Stream:
         store = (
             MemoryStates(self.grid, dim) if folder is None else FileStates(folder, self.grid, dim, self._job(output))
         )
+        check_space(store.sizes() | (output.sizes() if output else {}))
         saved = store.load()
         now = self.progress = self._start() if saved is None else _Progress.load(*saved, self.device)
         if output is not None:
@@ -285,8 +287,8 @@ class _Stream:
     def _run_tile(self, tile: Tile, store: MemoryStates | FileStates, output: FeatureOutput | None) -> None:
         """Update the patches of a tile, and add them to the softmax of the cores."""
         now, last = self.progress, self.progress.block == len(self.model.blocks) - 1
-        x = store.read(now.block, tile).to(now.cores) if now.block else self._embed(tile)
-        x, key, value = self._patches(x, self._rotary(tile), now.block, update=not last or output is not None)
+        x = store.read(now.block, tile).to(now.cores) if now.block else self._embed([tile])
+        x, key, value = self._patches(x, self._rotary([tile]), now.block, update=not last or output is not None)
         assert now.softmax is not None
         now.softmax.add(key, value)
         if not last:
@@ -330,54 +332,65 @@ class _Stream:
         result: Tensor = self.model.output_proj(self.model.norm(x))
         return result
 
-    # Patches of a tile
+    # Patches of tiles, of one shape where there are several
 
-    def _embed(self, tile: Tile) -> Tensor:
-        """Patches (1, N, D) of a tile, from its pixels."""
+    def _embed(self, tiles: Sequence[Tile]) -> Tensor:
+        """Patches (1, N, D) of tiles, from their pixels."""
         side, weight = self.config.patch_size, self.model.patch_embed.proj.weight
-        pixels = self.source.read(*(side * each for each in tile)).to(self.device, weight.dtype)
+        pixels = torch.stack([self.source.read(*(side * each for each in tile)) for tile in tiles])
         # The residual stream has the type of the cores, as in `Veca._run`.
-        patches: Tensor = self.model.patch_embed(pixels[None])
-        return patches.to(self.model.cores[0].dtype)
+        patches: Tensor = self.model.patch_embed(pixels.to(self.device, weight.dtype))
+        return patches.flatten(0, 1)[None].to(self.model.cores[0].dtype)
 
-    def _rotary(self, tile: Tile) -> Rotary:
+    def _rotary(self, tiles: Sequence[Tile]) -> Rotary:
+        points = torch.cat([self._points(tile) for tile in tiles])
+        return make_rotary(points, self.config.head_dim, self.config.rope_zero_fraction)
+
+    def _points(self, tile: Tile) -> Tensor:
         rows, columns = self.grid
         y, x = (
             (torch.arange(low, high, device=self.device, dtype=torch.float32) + 0.5) / count * 2 - 1
             for low, high, count in ((tile.top, tile.bottom, rows), (tile.left, tile.right, columns))
         )
         height, width = tile.shape
-        points = torch.stack([x.expand(height, width), y[:, None].expand(height, width)], dim=-1).flatten(0, 1)
-        return make_rotary(points, self.config.head_dim, self.config.rope_zero_fraction)
+        return torch.stack([x.expand(height, width), y[:, None].expand(height, width)], dim=-1).flatten(0, 1)
 
-    def features_of(self, tile: Tile) -> Tensor:
-        """Features (rows, columns, D) of the patches of a tile, from its pixels and the keys of the cores."""
-        rotary = self._rotary(tile)
+    def _features_of(self, tiles: Sequence[Tile]) -> Tensor:
+        """Features (N, D) of the patches of tiles, from their pixels and the keys of the cores."""
         with torch.inference_mode(), self._autocast():
-            x = self._embed(tile)
+            x, rotary = self._embed(tiles), self._rotary(tiles)
             for i in range(len(self.model.blocks)):
                 x, _, _ = self._patches(x, rotary, i, update=True)
-            return self._finish(x)[0].float().cpu().unflatten(0, tile.shape)
+            return self._finish(x)[0].float().cpu()
 
     def read(self, box: tuple[int, int, int, int] | None, points: Sequence[tuple[float, float]] | None) -> Tensor:
         """`StreamedFeatures.read`."""
         side, (height, width) = self.config.patch_size, (self.source.height, self.source.width)
         if box is not None:
-            left, top, across, down = box
+            try:
+                left, top, across, down = map(operator.index, box)
+            except (TypeError, ValueError) as error:
+                raise ArgumentError(f"box={box!r}; it must be four integers, (left, top, width, height)") from error
             if across < 1 or down < 1 or left < 0 or top < 0 or left + across > width or top + down > height:
                 raise ArgumentError(f"box={tuple(box)}; (left, top, width, height) must lie in {width}×{height} pixels")
             ends = (-(-(top + down) // side), -(-(left + across) // side))
-            parts = self._split(Tile(top // side, left // side, *ends))
-            return torch.cat([torch.cat([self.features_of(tile) for tile in row], dim=1) for row in parts])
+            parts = [
+                [self._features_of([tile]).unflatten(0, tile.shape) for tile in row]
+                for row in self._split(Tile(top // side, left // side, *ends))
+            ]
+            return torch.cat([torch.cat(row, dim=1) for row in parts])
         assert points is not None
         for x, y in points:
             if not (0 <= x < width and 0 <= y < height):
                 raise ArgumentError(f"point ({x}, {y}) lies outside the image of {width}×{height} pixels")
         spots = [(int(y // side), int(x // side)) for x, y in points]
-        found = {
-            (row, column): self.features_of(Tile(row, column, row + 1, column + 1))[0, 0] for row, column in set(spots)
-        }
-        return torch.stack([found[spot] for spot in spots]) if spots else torch.empty(0, self.config.num_features)
+        tiles = [Tile(row, column, row + 1, column + 1) for row, column in sorted(set(spots))]
+        if not tiles:
+            return torch.empty(0, self.config.num_features)
+        count = self.step**2  # at a time, as of a tile
+        found = torch.cat([self._features_of(tiles[first : first + count]) for first in range(0, len(tiles), count)])
+        place = {(tile.top, tile.left): i for i, tile in enumerate(tiles)}
+        return found[[place[spot] for spot in spots]]
 
     def _split(self, whole: Tile) -> list[list[Tile]]:
         """A rectangle in rows of tiles."""

@@ -3,8 +3,10 @@
 import functools
 import math
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -45,6 +47,20 @@ class Tile(NamedTuple):
         return slice(self.top, self.bottom), slice(self.left, self.right)
 
 
+def check_space(sizes: Mapping[Path, int]) -> None:
+    """Raise an error unless there is space for files of these sizes: a mapped file on a full disk kills the process."""
+    wanted, places = defaultdict[int, int](int), dict[int, Path]()
+    for path, size in sizes.items():
+        device = path.parent.stat().st_dev
+        places.setdefault(device, path.parent)
+        # Files of an interrupted run have their size, but not all of it is allocated.
+        wanted[device] += max(0, size - (512 * getattr(path.stat(), "st_blocks", 0) if path.exists() else 0))
+    for device, size in wanted.items():
+        if size > (free := shutil.disk_usage(places[device]).free):
+            needed = f"{size / 2**30:.1f} GiB, and the disk of {places[device]} has {free / 2**30:.1f} free"
+            raise StreamError(f"the run needs {needed}; choose another disk, or make space")
+
+
 class FeatureOutput:
     """Features of all patches (rows, columns, D): an array in memory, a `.npy` or `.tif` file, or a `.zarr` array.
 
@@ -60,6 +76,8 @@ class FeatureOutput:
             raise ArgumentError(f"out={os.fspath(self.path)!r}; features are written to {kinds}")
         if self.path.suffix != ".npy" and not all(map(find_spec, ("zarr", "tifffile"))):
             raise ArgumentError(f"a {self.path.suffix} output needs zarr and tifffile: pip install 'veca[large]'")
+        if not self.path.parent.is_dir():
+            raise StreamError(f"{self.path.parent} is not a folder; make it, or choose another name than {self.path}")
         if self.path.exists():
             raise StreamError(f"{self.path} exists; choose another name, or remove it")
 
@@ -67,6 +85,11 @@ class FeatureOutput:
     def _part(self) -> Path:
         assert self.path is not None
         return self.path.with_name(f".{self.path.stem}.part{self.path.suffix}")
+
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of its file, where that is as large as its numbers."""
+        compressed = self.path is None or self.path.suffix == ".zarr"
+        return {} if compressed else {self._part: math.prod(self.shape) * np.dtype(self.dtype).itemsize}
 
     def open(self, begun: bool, chunk: int, about: dict[str, Any], geo_tags: Sequence[GeoTag] = ()) -> None:
         """Make the array, or open that of an interrupted run which had `begun` to write it.
@@ -130,6 +153,10 @@ class MemoryStates:
         self._grid, self._dim = grid, dim
         self._patches: Tensor | None = None
 
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of each of its files."""
+        return {}
+
     def read(self, block: int, tile: Tile) -> Tensor:
         """Patches (1, N, D) before a block."""
         assert self._patches is not None
@@ -168,17 +195,20 @@ class FileStates:
     def _progress(self) -> Path:
         return self._folder / "progress.safetensors"
 
-    def _map(self, parity: int) -> NDArray[np.float32]:
-        path, shape = self._folder / f"patches-{parity}.bin", (*self._grid, self._dim)
-        size = math.prod(shape) * 4
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of each of its files."""
+        size = math.prod((*self._grid, self._dim)) * 4
+        return {self._folder / f"patches-{parity}.bin": size for parity in range(2)}
+
+    def _map(self, path: Path, size: int) -> NDArray[np.float32]:
         if not path.exists() or path.stat().st_size != size:
             with open(path, "wb") as file:
                 file.truncate(size)
-        return np.memmap(path, np.float32, "r+", shape=shape)
+        return np.memmap(path, np.float32, "r+", shape=(*self._grid, self._dim))
 
     @functools.cached_property
     def _maps(self) -> list[NDArray[np.float32]]:
-        return [self._map(0), self._map(1)]
+        return [self._map(path, size) for path, size in self.sizes().items()]
 
     def read(self, block: int, tile: Tile) -> Tensor:
         return torch.from_numpy(self._maps[block % 2][tile.region].copy()).flatten(0, 1)[None]
@@ -211,7 +241,7 @@ class FileStates:
 
     def remove(self) -> None:
         self.__dict__.pop("_maps", None)
-        for name in ("progress.safetensors", "patches-0.bin", "patches-1.bin"):
-            (self._folder / name).unlink(missing_ok=True)
+        for path in (self._progress, *self.sizes()):
+            path.unlink(missing_ok=True)
         if not any(self._folder.iterdir()):
             self._folder.rmdir()
