@@ -250,8 +250,10 @@ class _PlainRun:
             for writer, group in groupby(self._watch(tasks, advance, on_read), lambda _: self.loading.popleft()):
                 self._write(writer, group)
             self._count_written(all_of_them=True)
-            advance(0, completed=totals.pictures + totals.failures, failed=totals.failures, note="")
             large.find(totals)
+            failed = totals.failures - len(large)
+            note = f"{len(large)} large to come" if large else ""
+            advance(0, completed=totals.pictures + failed, failed=failed, note=note)
             if not large:
                 if job.folder.file:
                     advance.describe("joining")
