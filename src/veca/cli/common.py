@@ -96,6 +96,9 @@ class LazyCommand(TyperCommand):
         return typer.main.get_command(holder)
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **options: Any) -> Any:
+        if self.name in ("demo", "explore"):
+            # Read when torch is imported. On a busy machine, threads that spin while they wait take most of the time.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         named = ("--device", "--engine", "--help", "-h")
         if self.name == "embed" and args and not any(arg.startswith(named) for arg in args):
             start_cuda()  # while torch is imported: the first features are there a second earlier
