@@ -118,6 +118,17 @@ def test_converting_there_and_back_changes_nothing(tmp_path: Path) -> None:
     assert run(app, ["convert", "--model", str(source), "--out", str(tmp_path / "ours"), "--overwrite"]).exit_code == 0
 
 
+def test_a_folder_that_is_made_is_named_and_one_left_empty_is_removed(folder: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "new" / "deep", ["--model", str(folder / "model"), "--size", "64"]
+    refused = run(app, ["figure", "paths", "nowhere.png", "--out", str(out / "f.png"), *options])
+    assert refused.exit_code != 0
+    assert not out.parent.exists()
+    drawn = run(app, ["figure", "paths", str(folder / "photos" / "a.png"), "--out", str(out / "f.png"), *options])
+    assert drawn.exit_code == 0, drawn.output
+    assert f"Made the folder {out}\n" in drawn.stderr
+    assert (out / "f.png").is_file()
+
+
 def test_demo_writes_its_page(folder: Path) -> None:
     out = folder / "r.html"
     picture, model = str(folder / "photos" / "a.png"), str(folder / "model")

@@ -146,6 +146,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["figure", "similarity", "a.png", "--patch", "foo"], "expected ROWxCOLUMN, both counted from 1, as 8x5"),
     (["figure", "cores", "a.png", "--model", "m", "--cores", "65"], "from 1 to 64; take one of these, or leave it out"),
     ([*EMBED, "f.parquet", "--cores", "65"], "cores=65: must be from 1 to 64; leave it out for all 64"),
+    ([*EMBED, "f.parquet", "--size", "native"], "images keep their own size by --fit native, of up to --max-patches"),
     (["distill"], "name a recipe: veca distill recipes/quick.yaml."),
     (["distill", "nowhere.yaml"], "nowhere.yaml: no such recipe"),
     (["distill", "folder.yaml"], "folder.yaml cannot be read"),

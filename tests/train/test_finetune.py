@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import signal
 import xml.etree.ElementTree as ET
@@ -452,6 +453,7 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     assert "report.html" in done.stdout
     assert "Left out: 1 of " in done.stderr
+    assert re.search(r"top1 on test, C = 8: \d+\.\d\d ± \d.* %; the linear probe it began from ", done.stderr)
     page = (tmp_path / "out/report.html").read_text()
     ET.fromstring(page)  # stricter than HTML asks: every tag closed, every text escaped
     for text in (
@@ -459,6 +461,7 @@ def test_the_command_says_what_it_does(place: Path, tmp_path: Path) -> None:
         "linear probe",
         "Against the budget",
         "top1 on val",
+        "± is half of the 95 % confidence interval",
         "Taken for each other",
         "data:image/webp",
     ):

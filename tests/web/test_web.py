@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import threading
@@ -558,6 +559,29 @@ def test_a_client_that_left_ends_its_job_at_the_next_step(worker: JobQueue) -> N
     release.set()
     assert worker.submit("last", quick(steps, "last")).result(10) == "last"
     assert steps == ["last"]
+
+
+def test_a_client_that_left_as_its_pane_asked_anew_leaves_no_error_in_the_log(worker: JobQueue) -> None:
+    release, log, logged = threading.Event(), list[str](), list[str]()
+    worker.submit("hold", blocked(release))
+
+    async def leaving() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: logged.append(context["message"]))
+
+        async def gone() -> None:  # the newer request comes after this, and before `run` has seen it
+            loop.call_soon(loop.call_soon, lambda: worker.submit("new", quick(log, "new"), pane="a"))
+
+        with pytest.raises(DroppedError):
+            await worker.run("old", quick(log, "old"), gone, pane="a")
+        await asyncio.sleep(0.05)
+        gc.collect()  # asyncio logs the error of a future as it is deleted
+
+    asyncio.run(leaving())
+    release.set()
+    assert worker.submit("last", quick(log, "last")).result(10) == "last"
+    assert log == ["new", "last"]
+    assert logged == []
 
 
 def test_measuring_makes_way_for_other_jobs(worker: JobQueue) -> None:

@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from veca.config import SIZES
 from veca.errors import ArgumentError, needs_extra
 from veca.utils.console import PlainConsole, as_message
 from veca.utils.cuda import start_cuda
+from veca.utils.files import remove_empty
 from veca.utils.signals import Interrupted, exit_status
 from veca.utils.text import did_you_mean, origin
 
@@ -40,7 +42,7 @@ RENAMED_OPTIONS = {
 
 
 class Command(TyperCommand):
-    """A command that refuses old spellings and names the new ones."""
+    """A command that refuses old spellings and names the new ones, and says which folder it made for --out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {name: param for param in self.params for name in param.opts if name.startswith("-")}
@@ -53,12 +55,28 @@ class Command(TyperCommand):
             is_list = name in options and (options[name].metavar or "").endswith(",…")
             if is_list and given.count(name) > 1:
                 ctx.fail(f"{name} is given more than once; separate several values by commas")
+        words = [part for word in args for part in word.split("=", 1)]
+        if "--fit" in options and ("--size", "native") in pairwise(words):
+            limit = ", of up to --max-patches patches" * ("--max-patches" in options)
+            ctx.fail(f"--size is a number of pixels; images keep their own size by --fit native{limit}")
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
             if "--model" in options and str(error.message).startswith("Got unexpected extra argument"):
                 error.message += ". The model is named by --model" + (", the output by --out" * ("--out" in options))
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        target = ctx.params.get("to")
+        folder = None if target is None or "://" in str(target) else Path(target).parent
+        if folder is None or folder.exists() or os.environ.get("RANK", "0") != "0":  # of torchrun
+            return super().invoke(ctx)
+        try:
+            with remove_empty(folder):
+                return super().invoke(ctx)
+        finally:
+            if folder.is_dir():
+                err.print(f"Made the folder {folder}", soft_wrap=True)
 
 
 class LazyCommand(TyperCommand):
@@ -78,6 +96,9 @@ class LazyCommand(TyperCommand):
         return typer.main.get_command(holder)
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **options: Any) -> Any:
+        if self.name in ("demo", "explore"):
+            # Read when torch is imported. On a busy machine, threads that spin while they wait take most of the time.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         named = ("--device", "--engine", "--help", "-h")
         if self.name == "embed" and args and not any(arg.startswith(named) for arg in args):
             start_cuda()  # while torch is imported: the first features are there a second earlier

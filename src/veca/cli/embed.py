@@ -1,6 +1,5 @@
 """`veca embed`: features of many images."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,7 +7,6 @@ import typer
 from veca.checkpoint.loading import pretrained_name
 from veca.cli import options as opt
 from veca.cli.common import check_sources, choose_compute, load_model, out, resumable, warn, with_settings
-from veca.data.remote import is_remote
 from veca.embed import EmbedReport, EmbedSettings, Precision, SaveDtype, embed
 from veca.embed.partitions import PARTITION
 from veca.embed.ray_engine import Engine
@@ -64,8 +62,6 @@ def _run_embed(
     on_ray = engine == "ray"
     if not on_ray and (address is not None or partition is not None):
         raise ArgumentError("--address and --partition are for --engine ray; add it, or leave them out")
-    folder = Path(to).parent
-    is_new = not is_remote(to) and not folder.exists()
     with resumable("Interrupted. The same command continues where this one stopped."):
         loaded = load_model(model, "cpu" if on_ray else device)
         if compute is not None:
@@ -78,8 +74,6 @@ def _run_embed(
             workers=workers, overwrite=overwrite,
             skip_nonfinite=skip_nonfinite, ignore_dates=ignore_dates, progress=progress,
         )  # fmt: skip
-    if is_new:
-        out.print(f"Made the folder {folder}", soft_wrap=True)
     resumed = report.resumed - report.resumed_failures
     earlier = f", {resumed:,} of them in an earlier run" if resumed else ""
     count = f"{report.pictures:,} image{'s' * (report.pictures != 1)}"

@@ -69,10 +69,10 @@ def _run_index(
         raise typer.Exit(3)
 
 
-search_app.command("index")(common.with_settings(_run_index, INDEX_OPTIONS, EmbedSettings))
+search_app.command("index", cls=common.Command)(common.with_settings(_run_index, INDEX_OPTIONS, EmbedSettings))
 
 
-@search_app.command("query")
+@search_app.command("query", cls=common.Command)
 def query_command(
     image: Annotated[str, typer.Argument(metavar="IMAGE", help="Image file.", show_default=False)],
     folder: IndexArgument,
@@ -109,7 +109,7 @@ def query_command(
         print_path("Sheet", to)
 
 
-@search_app.command("duplicates")
+@search_app.command("duplicates", cls=common.Command)
 def duplicates_command(
     folder: IndexArgument,
     threshold: Annotated[float, opt.option("search.threshold")] = 0.95,

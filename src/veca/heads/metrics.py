@@ -50,6 +50,18 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     return max(0.0, low), min(1.0, high)
 
 
+def describe_spread(percent: float, count: int | None) -> str:
+    """Half the width of that interval in points, as text; empty where no number of examples is known.
+
+    >>> describe_spread(90.0, 100), describe_spread(90.0, None)
+    (' ± 6', '')
+    """
+    if not count:
+        return ""
+    low, high = wilson_interval(percent / 100, count)
+    return f" ± {50 * (high - low):.2g}"
+
+
 def average_precision(scores: Tensor, targets: Tensor, points: Literal["all", "11"] = "all") -> Tensor:
     """Return the average precision of each class: scores and targets (N, C) → (C), NaN for a class without examples.
 

@@ -7,7 +7,9 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -134,6 +136,11 @@ def measure_dense(config: VecaConfig, images: Tensor) -> Steps[CallCost | None]:
     """The cost of timm's dense ViT with random weights; None where timm is not installed."""
     if find_spec("timm") is None:
         return None
+    loading = Thread(target=import_module, args=("timm",))  # takes seconds, in which others may have their turn
+    loading.start()
+    while loading.is_alive():
+        loading.join(0.02)
+        yield
     # All layers have the same shapes: a model of one layer is built, and its block called once per further layer.
     dense: Any = create_dense_vit(config, depth=1).to(images.device, images.dtype).eval()
     inputs: list[Any] = []

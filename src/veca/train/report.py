@@ -17,6 +17,7 @@ from jinja2 import UndefinedError
 
 from veca.checkpoint.format import FINETUNE_RESULT, FINETUNE_SETTINGS
 from veca.errors import ArgumentError, VecaError
+from veca.heads.metrics import describe_spread
 from veca.report.charts import Chart, Line, Point, line_chart, smooth
 from veca.report.gallery import class_colours
 from veca.report.page import data_uri, heat_rows, levels, write_page
@@ -181,6 +182,7 @@ def write_finetune_report(folder: Path) -> Path:
         pictures = {"thumbnail": partial(_thumbnail, folder), "class_colours": class_colours}
         context = {"settings": settings, "result": result, "shown_pairs": SHOWN_PAIRS, **pictures, **charts}
         context |= {"metric": metric, "unit": unit, "form": ".2f" if unit == "%" else ".3f"}
+        context["spread"] = partial(describe_spread, count=result.get("scored"))
         return _write_run_page(folder, "finetune.html", rows, banner, **context)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         if isinstance(error, VecaError):

@@ -107,6 +107,8 @@ class JobQueue:
             return result.result()
         finally:
             watcher.cancel()
+            if not result.cancel() and not result.cancelled():
+                result.exception()  # asyncio logs those that nobody has seen
             with self._condition:
                 self._leave(future)
 

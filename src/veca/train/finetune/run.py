@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from veca.data.transforms import COLOUR_OPS, OPS, Augmentation, augment_batch, c
 from veca.errors import ArgumentError
 from veca.heads.dense import DenseMetrics
 from veca.heads.features import FrozenVeca
+from veca.heads.metrics import describe_spread
 from veca.heads.networks import load_network
 from veca.images import normalize
 from veca.images.pack import pack
@@ -351,16 +352,29 @@ class Finetuning(RunEngine):
         if note:
             self.log.event(self.step, f"kept: {note}")
             self.say(note)
+        after = {cores: task.read_metrics(metrics) for cores, (metrics, _) in scores.items()}
+        errors = task.describe_errors(scores[largest][0])
+        self.say(self._describe_result(split, after, errors.get("scored")))
         self.write_json(FINETUNE_RESULT, {
             "asked": self.settings(), "metric": task.metric, "unit": task.unit, "scored_on": split, "cores": largest,
             "classes": self.data.classes, "problems": [*self.data.problems, *problems], "steps": self.steps,
             "best": {"score": self.best[0], "step": self.best[2]}, "note": note,
-            "before": self.before, "after": {cores: task.read_metrics(each) for cores, (each, _) in scores.items()},
-            **task.describe_errors(scores[largest][0]),
+            "before": self.before, "after": after, **errors,
             "gallery": self._save_gallery(split, largest),
             "images": self.meter.images, "seconds": self.meter.seconds,
             "scoring_seconds": time.perf_counter() - began, "versions": describe_versions(self.device),
         })  # fmt: skip
+
+    def _describe_result(self, split: str, after: Mapping[int, Mapping[str, float]], scored: int | None) -> str:
+        """The score at the largest budget and that of the probe, with their uncertainty if `scored` is known."""
+        task, cores = self.task, max(after)
+
+        def describe(scores: Mapping[str, float]) -> str:
+            value = scores[task.metric]
+            return f"{value:.{task.digits}f}{describe_spread(value, scored)} {task.unit}"
+
+        text = f"{task.metric} on {split}, C = {cores}: {describe(after[cores])}"
+        return f"{text}; the linear probe it began from {describe(self.before[cores])}" if self.before else text
 
     def _describe_start(self) -> str:
         """What to say of a run whose first weights were the best."""

@@ -106,7 +106,10 @@ class FinetuneTask(ABC):
         return {name: 100 * scores[key] for name, key in self.metric_names.items()}
 
     def describe_errors(self, metrics: Any) -> dict[str, Any]:
-        """For the report: the score of each class in percent, and which classes are taken for which."""
+        """For the report: the score of each class in percent, and which classes are taken for which.
+
+        `scored` images, where each of them is right or wrong.
+        """
         counts, classes = metrics.counts.cpu(), self.data.classes
         return {
             "per_class": percent_by_class(classes, self.score_classes(metrics).tolist()),
@@ -260,6 +263,9 @@ class ClassifyTask(FinetuneTask):
         (share, best), classes = scores.softmax(0).max(0), self.data.classes
         truth = "right" if best == label else f"it is {classes[int(label)]}"
         return {"said": f"{classes[int(best)]}, {float(share):.0%}: {truth}"}
+
+    def describe_errors(self, metrics: Any) -> dict[str, Any]:
+        return {**super().describe_errors(metrics), "scored": int(metrics.counts.sum())}
 
     def score_classes(self, confusion: Confusion) -> Tensor:
         """Recall of each class."""

@@ -17,6 +17,13 @@ export const time = (seconds) => (seconds < 1 ? `${number(1000 * seconds)} ms` :
 export class Scaling {
   static #known = new Map();
   static #page = Math.random().toString(36).slice(2);
+  static #begun;
+  static #beginning = new Promise((resolve) => (Scaling.#begun = resolve));
+
+  // From now on sizes are timed: before, the first picture would wait for them.
+  static begin() {
+    Scaling.#begun();
+  }
 
   static of(model, changed) {
     if (!Scaling.#known.has(model)) Scaling.#known.set(model, new Scaling(model, changed));
@@ -52,6 +59,8 @@ export class Scaling {
     try {
       this.counted ??= await json(`api/scaling?${query}`, { signal });
       this.changed();
+      await Scaling.#beginning;
+      if (signal.aborted) return;
       for (const size of this.counted.timed_sizes) {
         if (this.seconds.has(size)) continue;
         this.limited = this.#expect(size) > this.counted.max_seconds;

@@ -234,9 +234,10 @@ async function show(picture, pane = target) {
   if (pane === 0 && compare && !previous[1]) shared.pictures[1] = previous[0]; // the other pane keeps its picture
   const changed = panes.filter(({ index }) => pane === null || pane === index);
   try {
-    await Promise.all([loadPhoto(picture.id), ...changed.map((each) => each.refresh())]);
+    await Promise.all([loadPhoto(picture.id).then(draw), ...changed.map((each) => each.refresh())]);
   } catch (error) {
     if (turn === lastTurn) shared.pictures = previous;
+    draw();
     throw error;
   }
   if (turn !== lastTurn) return;
@@ -427,4 +428,5 @@ buildPanes();
 const start = [...about.folder, ...about.samples][0];
 if (requestedId || start) await openPictures([requestedId ?? start.id, ...others]);
 else showStatus("Drop, paste or choose a picture.");
+Scaling.begin();
 document.documentElement.dataset.ready = "true";

@@ -375,7 +375,8 @@ export class Pane {
 
   draw() {
     this.drawCharts();
-    if (!this.view || this.view.about.picture !== this.picture.id || !this.photo) return;
+    if (!this.photo) return;
+    if (this.view?.about.picture !== this.picture.id) return this.#drawPhoto();
     const { photo, patch, core } = this;
     const { opacity, held, smooth, foreground } = this.shared;
     const aspect = photo.width / photo.height;
@@ -404,6 +405,14 @@ export class Pane {
     drawBars(this.bars, shares ?? new Uint8Array(this.shown.cores), core, bank);
     this.find(".listens span").textContent = shares ? this.#strongest().map((c) => `${c + 1} (${this.#share(c)})`).join(", ") : "";
     this.bars.setAttribute("aria-label", this.describe());
+  }
+
+  // Until the features of the picture are there.
+  #drawPhoto() {
+    for (const [kind, canvas] of Object.entries(this.canvases)) {
+      const context = fitCanvas(canvas, this.photo.width / this.photo.height);
+      paint(context, this.photo, null, { dim: kind === "features" ? 0 : 0.35 });
+    }
   }
 
   #drawSimilar(context) {
