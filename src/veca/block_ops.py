@@ -109,9 +109,13 @@ def _gated_pair(x: Tensor, u: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -
     return F.silu(F.linear(x, *u)) * F.linear(x, *v)
 
 
+class CoordinateHead(nn.Linear):
+    """Two outputs, a core's step. No plain Linear, so that bitsandbytes, which takes 32 outputs at once, leaves it."""
+
+
 def coordinate_step(cores: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-    """`head(cores)`, a layer with two outputs: (B, C, D) → (B, C, 2)."""
-    if isinstance(head, nn.Linear) and _on_gpu(cores) and is_plain(head, nn.Linear):
+    """`head(cores)`: (B, C, D) → (B, C, 2)."""
+    if isinstance(head, nn.Linear) and _on_gpu(cores) and is_plain(head, CoordinateHead):
         return ops.narrow_linear_op(cores, head.weight, head.bias, ops.KERNELS)
     return head(cores)
 

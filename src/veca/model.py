@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from veca.attention import core_attention
 from veca.block_ops import (
+    CoordinateHead,
     Tokens,
     add_and_norm,
     apply_linear,
@@ -180,7 +181,7 @@ class Veca(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.cores = CoreBank(torch.empty(config.core_chunk, dim) for _ in range(chunks))
         self.core_states = CoreBank(torch.empty(config.core_chunk, 2) for _ in range(chunks))
-        self.coordinate_heads = nn.ModuleList(nn.Linear(dim, 2) for _ in range(config.depth - 1))
+        self.coordinate_heads = nn.ModuleList(CoordinateHead(dim, 2) for _ in range(config.depth - 1))
         self.coordinate_alpha = nn.Parameter(torch.empty(config.depth - 1))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim)
