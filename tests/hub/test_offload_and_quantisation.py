@@ -12,7 +12,7 @@ from conftest import make_tiny, relative_error
 from PIL import Image
 from sample_images import random_images
 from torch import Tensor
-from transformers import AutoModel, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import veca
 from veca.hub.transformers import VecaBackbone, VecaForImageClassification, VecaImageProcessor, VecaModel
@@ -64,3 +64,42 @@ def test_plain_and_timm_models_can_be_offloaded() -> None:
         accelerate.cpu_offload(model, execution_device=CPU)
         again = model(random_images(), cores=8)
         torch.testing.assert_close(again.cls if hasattr(again, "cls") else again, expected, rtol=1e-4, atol=1e-4)
+
+
+WAYS: dict[str, dict[str, Any]] = {"few cores": {"cores": 8}, "all cores": {}, "cls_only": {"cls_only": True}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_int8_weights_of_torchao(way: str) -> None:
+    """As a model whose weights are rounded alike, whatever path computes it."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model, rounded = make_tiny(num_classes=3), make_tiny(num_classes=3)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "dequantize") and type(parameter) is not torch.nn.Parameter:
+            rounded.get_parameter(name).copy_(parameter.dequantize())
+    found, expected = model(random_images(), **WAYS[way]), rounded(random_images(), **WAYS[way])
+    assert relative_error(found.logits, expected.logits) < 1e-5
+    assert relative_error(found.logits, make_tiny(num_classes=3)(random_images(), **WAYS[way]).logits) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_four_bits_of_bitsandbytes(kind: Any, tmp_path: Path) -> None:
+    """As a model whose weights are rounded alike. Coordinate heads, with two outputs, are left as they are."""
+    bnb = pytest.importorskip("bitsandbytes")
+    skipped = ["head"] if kind is VecaForImageClassification else None  # a CPU takes multiples of 32 classes
+    settings = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+    plain = make_tiny(embed_dim=128, mlp_ratio=2.0, coordinate_rescale=1.0)
+    kind.from_veca(plain, cores=8, **KINDS[kind]).save_pretrained(tmp_path)
+    model, rounded = kind.from_pretrained(tmp_path, quantization_config=settings), kind.from_pretrained(tmp_path)
+    four = {name: layer for name, layer in model.named_modules() if isinstance(layer, bnb.nn.Linear4bit)}
+    assert {"veca.blocks.0.attn.qkv", "veca.blocks.2.mlp.fc2"} <= set(four)
+    assert not any("coordinate" in name for name in four)
+    for name, layer in four.items():
+        weight = bnb.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+        rounded.get_submodule(name).weight.copy_(weight)
+    for cores in (8, 64):
+        found, expected = (first_output(each(random_images(), cores=cores)) for each in (model, rounded))
+        assert relative_error(found, expected) < 0.1  # a CPU multiplies in bfloat16
