@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -325,9 +326,9 @@ def test_core_ml_can_hold_the_model(shallow: veca.Veca, tmp_path: Path, monkeypa
     images = torch.randn(1, 3, 224, 224)
     for found, expected in zip(names["program"].module()(images), BudgetModel(shallow, 32)(images), strict=True):
         assert relative_error(found, expected) < 1e-4
-    pytest.importorskip("coremltools")
-    exec(documented("import coremltools"), {"model": copy.deepcopy(shallow)})
-    assert Path("veca.mlpackage").is_dir()
+    if find_spec("coremltools"):
+        exec(documented("import coremltools"), {"model": copy.deepcopy(shallow)})
+        assert Path("veca.mlpackage").is_dir()
 
 
 def test_openvino_and_nncf_take_the_file(
