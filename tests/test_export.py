@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +304,48 @@ def test_sizes_are_parsed_as_height_by_width() -> None:
         with pytest.raises(ValueError, match="give HEIGHTxWIDTH"):
             parse_size(wrong)
     assert format_of(Path("a.b.onnx")) == "onnx"
+
+
+def documented(start: str) -> str:
+    """The block of docs/export.md that begins so; it is not among those that run everywhere."""
+    blocks = re.findall(r"```py\n(.*?)```", (Path(__file__).parents[1] / "docs/export.md").read_text(), re.DOTALL)
+    (block,) = (each for each in blocks if each.startswith(start))
+    return str(block)
+
+
+def test_core_ml_can_hold_the_model(shallow: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of docs/export.md up to the conversion: no operator that coremltools lacks, and five axes at most."""
+    monkeypatch.chdir(tmp_path)
+    steps = documented("import coremltools").partition("names = ")[0].replace("import coremltools\n", "")
+    names: dict[str, Any] = {"model": copy.deepcopy(shallow)}
+    exec(steps, names)
+    nodes = names["program"].graph.nodes
+    assert not {torch.ops.aten.where.ScalarOther, torch.ops.aten.addcmul.default} & {node.target for node in nodes}
+    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    assert 0 < max(value.ndim for value in values) <= 5
+    images = torch.randn(1, 3, 224, 224)
+    for found, expected in zip(names["program"].module()(images), BudgetModel(shallow, 32)(images), strict=True):
+        assert relative_error(found, expected) < 1e-4
+    if find_spec("coremltools"):
+        exec(documented("import coremltools"), {"model": copy.deepcopy(shallow)})
+        assert Path("veca.mlpackage").is_dir()
+
+
+def test_openvino_and_nncf_take_the_file(
+    folder: Path, model: veca.Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino = pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "veca.onnx").write_bytes((folder / "32.onnx").read_bytes())
+    images = [torch.randn(1, 3, 48, 64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    exec(documented("import nncf"), {"images": images})
+    assert load_backbone("veca-nncf.onnx").budgets == (32,)
+
+    def run(path: str) -> RunFile:
+        compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        return lambda x: [torch.from_numpy(compiled({"images": x.numpy()})[name].copy()) for name in module.OUTPUTS]
+
+    assert max(worst(run("veca.onnx"), model, 32, shape) for shape in SHAPES) < 1e-4
+    assert 1e-4 < worst(run("veca-nncf.onnx"), model, 32, (1, 48, 64)) < 0.3
+    assert 1e-4 < worst(open_file(Path("veca-nncf.onnx"), "onnx"), model, 32, (1, 48, 64)) < 0.3

@@ -6,7 +6,9 @@ GPUs that have them, PyTorch operators elsewhere.
 Shapes: B images, C cores, S = C + N tokens (cores first), D width.
 """
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +109,20 @@ def _gated_pair(x: Tensor, u: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -
     return F.silu(F.linear(x, *u)) * F.linear(x, *v)
 
 
-def coordinate_step(cores: Tensor, head: nn.Module) -> Tensor:
-    """`head(cores)`, a layer with two outputs: (B, C, D) → (B, C, 2)."""
-    if _on_gpu(cores) and is_plain(head, nn.Linear):
+class CoordinateHead(nn.Linear):
+    """Two outputs, a core's step. No plain Linear, so that bitsandbytes, which takes 32 outputs at once, leaves it."""
+
+
+def coordinate_step(cores: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+    """`head(cores)`: (B, C, D) → (B, C, 2)."""
+    if isinstance(head, nn.Linear) and _on_gpu(cores) and is_plain(head, CoordinateHead):
         return ops.narrow_linear_op(cores, head.weight, head.bias, ops.KERNELS)
-    step: Tensor = head(cores)
-    return step
+    return head(cores)
+
+
+def pass_layer(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """`layer` as an argument of a block; accelerate would move one whose weights it keeps elsewhere, so a function."""
+    return functools.partial(layer) if "forward" in vars(layer) else layer
 
 
 def attention_shortcut(

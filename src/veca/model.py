@@ -15,7 +15,7 @@ d = D / H, L blocks, p patch size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from veca.attention import core_attention
 from veca.block_ops import (
+    CoordinateHead,
     Tokens,
     add_and_norm,
     apply_linear,
@@ -31,6 +32,7 @@ from veca.block_ops import (
     coordinate_step,
     gated_linear,
     nested_mlp,
+    pass_layer,
 )
 from veca.compute import CostTable, apply_compute, choose_each
 from veca.config import VecaConfig
@@ -40,6 +42,20 @@ from veca.kernels.onednn import inference_linear
 from veca.outputs import PackedOutput, VecaOutput
 from veca.packed import PackedImages, PackedLayout, forward_packed
 from veca.rope import Rotary, augment_coordinates, grid_rotary, initial_core_states, make_rotary, patch_coordinates
+
+
+class CoreBank(nn.ParameterList):
+    """A learned row for each core, in chunks: an inactive chunk gets no gradient at all, not one of zeros.
+
+    It is called as other layers are, for libraries that load the weights of a layer when it is called.
+    """
+
+    __call__ = nn.Module.__call__
+
+    def forward(self, budget: int) -> Tensor:
+        """The first `budget` rows; with gradients on, later chunks are left out of the graph."""
+        chunks = math.ceil(budget / len(self[0])) if torch.is_grad_enabled() else len(self)
+        return torch.cat(list(self)[:chunks])[:budget]
 
 
 class PatchConv(nn.Conv2d):
@@ -112,7 +128,7 @@ class Block(nn.Module):
         self,
         tokens: Tokens,
         state: Tensor,
-        coordinate_head: tuple[nn.Module, Tensor] | None,
+        coordinate_head: tuple[Callable[[Tensor], Tensor], Tensor] | None,
         patch_rotary: Rotary | PackedLayout,
         cls_only: bool = False,
         hidden: int | None = None,
@@ -127,7 +143,7 @@ class Block(nn.Module):
         x, normed, cores = add_and_norm(tokens, self.norm1, state.shape[1])
         if coordinate_head is not None:  # the coordinate update
             head, alpha = coordinate_head
-            state = state + alpha * coordinate_step(cores, head).to(state.dtype)
+            state = state + alpha * coordinate_step(cores, head).to(state)
         core_rotary = make_rotary(state.tanh()[:, None], self.head_dim, self.rope_zero_fraction)
         if isinstance(patch_rotary, PackedLayout):
             x, normed, _ = add_and_norm(Tokens(x, patch_rotary.attend(self.attn, normed, core_rotary)), self.norm2)
@@ -163,10 +179,9 @@ class Veca(nn.Module):
         self._warned: set[str] = set()  # untrained budgets and widths that have been warned about
 
         self.patch_embed = PatchEmbed(config)
-        # Both banks are stored in chunks: an inactive chunk gets no gradient at all, not one of zeros.
-        self.cores = nn.ParameterList(torch.empty(config.core_chunk, dim) for _ in range(chunks))
-        self.core_states = nn.ParameterList(torch.empty(config.core_chunk, 2) for _ in range(chunks))
-        self.coordinate_heads = nn.ModuleList(nn.Linear(dim, 2) for _ in range(config.depth - 1))
+        self.cores = CoreBank(torch.empty(config.core_chunk, dim) for _ in range(chunks))
+        self.core_states = CoreBank(torch.empty(config.core_chunk, 2) for _ in range(chunks))
+        self.coordinate_heads = nn.ModuleList(CoordinateHead(dim, 2) for _ in range(config.depth - 1))
         self.coordinate_alpha = nn.Parameter(torch.empty(config.depth - 1))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim)
@@ -282,7 +297,7 @@ class Veca(nn.Module):
         budget = resolve_budget(self.budget if cores is None else cores, self.config, self._warned)
         hidden = resolve_width(self.width if width is None else width, self.config, self._warned)
         patches = self.patch_embed(images.to(self.patch_embed.proj.weight.dtype))
-        bank, state = self._active(self.cores, budget), self._active(self.core_states, budget)
+        bank, state = self.cores(budget), self.core_states(budget)
         x = torch.cat([bank.expand(len(images), -1, -1), patches], dim=1)
 
         # Coordinates and angles stay in float32 or better, whatever the dtype of the model or autocast.
@@ -292,7 +307,7 @@ class Veca(nn.Module):
         patch_rotary = self._patch_rotary(rows, columns, state)
         tokens, states, taken = Tokens(x), [], [x] if -1 in take else []
         for i, block in enumerate(self.blocks[:stop]):
-            coordinate_head = (self.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+            coordinate_head = (pass_layer(self.coordinate_heads[i - 1]), alphas[i - 1]) if i else None
             # Earlier blocks need all tokens, for their keys; the last one can stop at the first core.
             last = cls_only and block is self.blocks[-1]
             if self.grad_checkpointing and torch.is_grad_enabled():
@@ -303,11 +318,6 @@ class Veca(nn.Module):
             if i in take:
                 taken.append(tokens.total())
         return add_and_norm(tokens, self.norm)[1], torch.stack(states).tanh(), taken
-
-    def _active(self, bank: nn.ParameterList, budget: int) -> Tensor:
-        """The first `budget` rows of a chunked bank; with gradients on, later chunks are left out of the graph."""
-        chunks = math.ceil(budget / self.config.core_chunk) if torch.is_grad_enabled() else len(bank)
-        return torch.cat(list(bank)[:chunks])[:budget]
 
     def freeze_inactive_cores(self, budget: int) -> None:
         """Freeze what no budget up to `budget` uses: DDP waits for the gradient of every parameter not frozen."""

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from veca.attention import runs_packed
-from veca.block_ops import Tokens, add_and_norm, checkpoint_block, has_hooks
+from veca.block_ops import Tokens, add_and_norm, checkpoint_block, has_hooks, pass_layer
 from veca.errors import ArgumentError, NonFiniteError
 from veca.inputs import resolve_budget, resolve_width
 from veca.kernels import ops
-from veca.kernels.onednn import inference_linear
 from veca.outputs import PackedOutput, PatchGrid
 from veca.rope import Rotary, augment_coordinates, grid_rotary, make_rotary, patch_coordinates
 
@@ -238,7 +237,7 @@ def forward_packed(
     alphas = model.coordinate_alpha.to(state.dtype, copy=True)
     tokens, states, full_blocks = Tokens(x), [], model.blocks[:-1] if cls_only else model.blocks
     for i, block in enumerate(full_blocks):
-        head = (model.coordinate_heads[i - 1], alphas[i - 1]) if i else None
+        head = (pass_layer(model.coordinate_heads[i - 1]), alphas[i - 1]) if i else None
         args = tokens, state, head, layout
         if model.grad_checkpointing and torch.is_grad_enabled():
             tokens, state = checkpoint_block(block, *args)
@@ -255,10 +254,10 @@ def forward_packed(
 @_disable_dynamo
 def _start(model: Veca, layout: PackedLayout, batch: PackedImages) -> tuple[Tensor, Tensor]:
     """Tokens (1, ΣC + ΣN, D) and coordinates of the cores (1, ΣC, 2) before the first block; completes the layout."""
-    embed, largest = model.patch_embed.proj, max(kind.budget for kind in layout.kinds)
+    embed, largest, side = model.patch_embed.proj, max(kind.budget for kind in layout.kinds), model.config.patch_size
     pixels = layout.sort(batch.pixels, batch.num_patches).to(embed.weight.dtype)
-    patches = inference_linear(pixels, embed.weight.flatten(1), embed.bias)
-    bank, state = (model._active(each, largest) for each in (model.cores, model.core_states))
+    patches = embed(pixels.unflatten(1, (-1, side, side))).flatten(1)
+    bank, state = (each(largest) for each in (model.cores, model.core_states))
     x = torch.cat([*(bank[: kind.budget] for kind in layout.kinds), patches])[None]
     state = state.to(torch.promote_types(state.dtype, torch.float32))  # as in `Veca._run`
     state = torch.cat([state[: kind.budget] for kind in layout.kinds])[None]
@@ -324,7 +323,7 @@ def _first_cores(
     model: Veca, layout: PackedLayout, tokens: Tokens, state: Tensor, alphas: Tensor
 ) -> tuple[Tokens, Tensor]:
     """Of each image the first core after the last block (1, B, D), and the coordinates of all (1, ΣC, 2)."""
-    head = (model.coordinate_heads[-1], alphas[-1]) if len(model.coordinate_heads) else None
+    head = (pass_layer(model.coordinate_heads[-1]), alphas[-1]) if len(model.coordinate_heads) else None
     x, firsts, states = tokens.total(), [], []
     for group, rotary in zip(layout.groups, layout.rotaries, strict=True):
         own, moved = model.blocks[-1](

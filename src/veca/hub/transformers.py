@@ -261,7 +261,7 @@ class VecaPreTrainedModel(PreTrainedModel):
         take, stop = (range(-1, len(self.veca.blocks)), None) if hidden else (take, stop)
         pads = self.config.pad_images and isinstance(images, Tensor)  # else `_run` says what is wrong
         padded = repeat_edges(images, self.config.patch_size) if pads else images
-        with recorded_attention(self.veca, bool(attentions)) as maps:
+        with recorded_attention(self.veca, bool(attentions)) as maps, loaded_weights(self.veca):
             x, coordinates, taken = self.veca._run(padded, cores, take, stop, cls_only and not hidden, width)
         if not cls_only or hidden:
             grids = [tuple(side // self.config.patch_size for side in each.shape[-2:]) for each in (padded, images)]
@@ -333,6 +333,19 @@ def recorded_attention(model: Veca, enabled: bool = True) -> Iterator[list[Tenso
         for block in blocks if enabled else ():
             hooks.enter_context(block.attn.register_forward_pre_hook(keep))
         yield maps
+
+
+@contextmanager
+def loaded_weights(model: Veca) -> Iterator[None]:
+    """Context manager: parameters of no layer are there, which accelerate loads in calls of `model` if offloaded."""
+    hook: Any = getattr(model, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(model)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.post_forward(model, None)
 
 
 class VecaModel(VecaPreTrainedModel):
