@@ -20,9 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import nncf
 import onnx
-import openvino
 import torch
 from measure_search import read_shard
 from torch import Tensor
@@ -37,6 +35,8 @@ REPEATS = 15
 
 def quantise(source: Path, path: Path, images: list[Tensor]) -> None:
     """As in docs/export.md: layers with more outputs than inputs in 8 bits, by scales from `images`."""
+    import nncf
+
     model = onnx.load(source)
     wider = {each.name for each in model.graph.initializer if len(each.dims) == 2 and each.dims[1] > each.dims[0]}
     products = [node for node in model.graph.node if node.op_type in ("MatMul", "Gemm", "Conv")]
@@ -55,6 +55,8 @@ def quantise(source: Path, path: Path, images: list[Tensor]) -> None:
 
 def open_in_openvino(path: Path, precision: str, size: int | None = None) -> RunFile:
     """The file, for any size or for one."""
+    import openvino
+
     model = openvino.Core().read_model(path)
     if size:
         model.reshape({"images": [1, 3, size, size]})
@@ -83,6 +85,9 @@ def main() -> None:
     parser.add_argument("--calibrate", type=int, default=100, help="how many images, at the first of the sizes")
     parser.add_argument("--aoti", action="store_true", help="time a file of AOTInductor too; it takes a C++ compiler")
     options = parser.parse_args()
+    import nncf  # here, so that pytest collects the file without it
+    import openvino
+
     nncf.set_log_level(logging.ERROR)  # it prints to where the rows go
     torch.set_num_threads(1)
     model = veca.load(options.model).eval().requires_grad_(False)
