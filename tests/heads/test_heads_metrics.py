@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from sklearn.metrics import average_precision_score, confusion_matrix, precision_recall_curve, top_k_accuracy_score
 from torch import Tensor
@@ -200,3 +201,51 @@ def test_a_prediction_that_is_not_a_number_is_seen() -> None:
     meter = DepthErrors(0.1, 10)
     meter.update(predicted, depth)
     assert np.isnan(meter.compute()["rmse"])
+
+
+def t_interval(values: Tensor, centre: float) -> tuple[float, float]:
+    error = scipy.stats.sem(values.numpy())
+    low, high = scipy.stats.t.interval(0.95, len(values) - 1, loc=centre, scale=error)
+    return float(low), float(high)
+
+
+def test_intervals_of_depth_errors_are_those_of_means() -> None:
+    depth = 1 + torch.rand(9, 8, 8, generator=draw(0))
+    predicted = depth + 0.3 * torch.rand(9, 1, 1, generator=draw(1)) * torch.randn(9, 8, 8, generator=draw(2))
+    meter = DepthErrors(0.1, 10).keep_images()
+    for part in (slice(0, 4), slice(4, 9)):
+        meter.update(predicted[part], depth[part])
+    meter.update(predicted[:1], torch.zeros(1, 8, 8))  # without a valid pixel: does not count
+    rmse = (predicted.double() - depth).square().mean(dim=(1, 2)).sqrt()
+    assert meter.compute()["rmse"] == pytest.approx(float(rmse.mean()))
+    assert meter.intervals()["rmse"] == pytest.approx(t_interval(rmse, float(rmse.mean())), rel=1e-5)
+    assert meter.intervals()["delta3"][1] <= 1
+    few = DepthErrors(0.1, 10).keep_images()
+    few.update(predicted[:3], depth[:3])
+    assert few.intervals() == {}
+
+
+def test_intervals_of_segmentation_are_those_of_pseudo_values() -> None:
+    labels = torch.randint(3, (12, 10, 10), generator=draw(0))
+    wrong = torch.rand(12, 10, 10, generator=draw(1)) < torch.linspace(0.1, 0.5, 12)[:, None, None]
+    predicted = torch.where(wrong, torch.randint(3, (12, 10, 10), generator=draw(2)), labels)
+    labels[0, :2] = 255
+
+    def score(images: list[int], keep: bool = False) -> Confusion:
+        meter = Confusion(3)
+        meter = meter.keep_images() if keep else meter
+        for some in (images[:5], images[5:]):
+            meter.update(predicted[some], labels[some])
+        return meter
+
+    everything = list(range(12))
+    plain, meter = score(everything), score(everything, keep=True)
+    assert meter.compute() == plain.compute()
+    assert torch.equal(meter.counts, plain.counts)
+    without = [score([i for i in everything if i != left]).compute() for left in everything]
+    for name, value in plain.compute().items():
+        pseudo = torch.tensor([12 * value - 11 * each[name] for each in without])
+        assert meter.intervals()[name] == pytest.approx(t_interval(pseudo, value), rel=1e-4)
+    perfect = Confusion(3).keep_images()
+    perfect.update(labels, labels)
+    assert perfect.intervals()["miou"] == (1, 1)

@@ -68,6 +68,8 @@ def test_segment_learns_and_writes_rows(masks: ProbeData, tmp_path: Path) -> Non
     assert (row["metric"], row["scored_on"]) == ("mIoU", "test")
     assert row["metrics"]["mIoU"] > 75
     assert row["metrics"]["mIoU"] == pytest.approx(np.mean(list(row["per_class"].values())), abs=1e-3)
+    low, high = row["interval"]["mIoU"]
+    assert 0 < low < row["metrics"]["mIoU"] < high <= 100
     assert list(row["per_class"]) == ["0", "1"]
     assert len(row["curve"]["val"]) == 3  # after every 12 of 30 steps, and the last
     assert max(row["curve"]["val"]) == max(pair["val"] for pair in row["sweep"])

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from conftest import make_tiny
@@ -150,6 +151,8 @@ def test_depth_is_that_of_a_plain_computation(tmp_path: Path) -> None:
     (row,) = probe_dense(backbone(), data, tmp_path / "out", settings)
     assert row["metrics"]["rmse"] == pytest.approx(np.mean(errors), rel=1e-4)
     assert row["metrics"]["rmse"] < 1
+    expected = scipy.stats.t.interval(0.95, len(errors) - 1, loc=np.mean(errors), scale=scipy.stats.sem(errors))
+    assert row["interval"]["rmse"] == pytest.approx(expected, rel=5e-3)  # of four images
 
 
 def padded(groups: list[Tensor], fill: float) -> Tensor:

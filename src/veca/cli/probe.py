@@ -182,5 +182,5 @@ def _print_rows(rows: Sequence[Row], folder: Path) -> None:
         )  # fmt: skip
     out.print(table)
     if any(row.get("interval") for row in rows):
-        out.print("± is half of the 95 % confidence interval, from the number of scored images alone.", soft_wrap=True)
+        out.print("± is half of the 95 % confidence interval, from the scored images alone.", soft_wrap=True)
     out.print(f"Rows: {folder / 'rows'}", soft_wrap=True)

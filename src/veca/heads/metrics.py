@@ -8,7 +8,7 @@ Shapes: N examples, C classes, B images of H × W pixels; `...` is any leading s
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Self, TypeAlias
 
 import torch
@@ -19,6 +19,10 @@ from veca.errors import ArgumentError
 DeviceLike: TypeAlias = torch.device | str
 ALL = slice(None)
 """All heads of a stack."""
+_NORMAL_QUANTILE = 1.959964
+"""2.5 % of the normal distribution are above it."""
+_SHARES = "miou", "pixel_accuracy", "class_accuracy", "delta1", "delta2", "delta3"
+"""Scores that are at most 1."""
 
 
 def top_k_hits(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
@@ -44,7 +48,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     >>> [round(end, 3) for end in wilson_interval(0.9, 100)]
     [0.826, 0.945]
     """
-    z = 1.959964  # of the normal distribution, 2.5 % on either side
+    z = _NORMAL_QUANTILE
     centre, spread = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4)
     low, high = ((centre + side) / (1 + z**2 / count) for side in (-spread, spread))
     return max(0.0, low), min(1.0, high)
@@ -97,10 +101,56 @@ def percent_by_class(classes: Sequence[str], shares: Iterable[float]) -> dict[st
     return {name: round(100 * x, 4) for name, x in zip(names, shares, strict=True) if not math.isnan(x)}
 
 
+def jackknife_intervals(scores: Mapping[str, float], without: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """The 95 % confidence interval of each score of n images, from the scores `without` each of them in turn (n).
+
+    Of scores that are means over images it is the mean ± Student's t times the standard error. Images are taken for
+    independent of each other; those of a video are less alike in other videos.
+
+    >>> values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> (low, high), = jackknife_intervals({"mean": 2.5}, {"mean": (10 - values) / 3}).values()
+    >>> round(low, 2), round(high, 2)
+    (0.45, 4.55)
+    """
+    intervals = {}
+    for name, left in without.items():
+        if (count := len(left)) < 4:  # three or less say nothing
+            continue
+        spread = student_t(count - 1) * float(((left - left.mean()).square().sum() * (count - 1) / count).sqrt())
+        if math.isfinite(spread) and math.isfinite(scores[name]):
+            most = 1.0 if name in _SHARES else math.inf
+            intervals[name] = max(0.0, scores[name] - spread), min(most, scores[name] + spread)
+    return intervals
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution: the expansion of Cornish and Fisher, to 0.2 % from 3 on.
+
+    >>> [round(student_t(freedom), 2) for freedom in (3, 21, 10_000)]
+    [3.18, 2.08, 1.96]
+    """
+    z = _NORMAL_QUANTILE
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92_160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
 class _HeadMetrics:
     """Sums over images in `totals`, whose leading shape is that of the heads."""
 
     totals: Tensor
+    by_image: list[Tensor] | None = None
+    """Sums of single images, batch by batch, which `intervals` needs; None: they are not kept."""
+
+    def keep_images(self) -> Self:
+        """Keep the sums of each image, of one head alone: predictions and labels are then (B, H, W)."""
+        assert self.totals.ndim == 1
+        self.by_image = []
+        return self
 
     def _check_shape(self, predicted: Tensor, labels: Tensor, heads: slice) -> Tensor:
         """Return the totals of some heads, after a check that the predictions are theirs."""
@@ -140,8 +190,17 @@ class Confusion(_HeadMetrics):
         predicted, labels = (tensor.to(totals.device).long() for tensor in (predicted, labels))
         inside = (labels >= 0) & (labels < self.classes) & (predicted >= 0) & (predicted < self.classes)
         bins = torch.where(inside, labels * self.classes + predicted, self.classes**2 + 1)
-        bins = torch.where(labels == self.ignore, self.classes**2, bins).reshape(*totals.shape[:-1], -1)
-        totals.scatter_add_(-1, bins, torch.ones_like(bins))  # integers: deterministic in any order
+        bins = torch.where(labels == self.ignore, self.classes**2, bins)
+        # Integers: deterministic in any order.
+        if self.by_image is None:
+            bins = bins.reshape(*totals.shape[:-1], -1)
+            totals.scatter_add_(-1, bins, torch.ones_like(bins))
+            return
+        bins = bins.flatten(1)
+        images = totals.new_zeros(len(bins), len(totals)).scatter_add_(1, bins, torch.ones_like(bins))
+        totals += images.sum(0)
+        counts = images[:, :-2].unflatten(1, (self.classes, self.classes))
+        self.by_image.append(torch.stack([counts.diagonal(dim1=1, dim2=2), counts.sum(2), counts.sum(1)], dim=1))
 
     @property
     def counts(self) -> Tensor:
@@ -161,10 +220,26 @@ class Confusion(_HeadMetrics):
         As in mmsegmentation, a class that is in no label and no prediction is not part of the means; one that is
         predicted but never labelled has an intersection over union of 0, which counts, and no accuracy.
         """
-        counts = self.counts.double()
-        right = counts.diagonal()
-        values = self.iou().nanmean(), right.sum() / counts.sum(), (right / counts.sum(1)).nanmean()
-        return dict(zip(("miou", "pixel_accuracy", "class_accuracy"), map(float, values), strict=True))
+        counts = self.counts
+        values = _segmentation_scores(counts.diagonal(), counts.sum(1), counts.sum(0))
+        return {name: float(value) for name, value in values.items()}
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Return 95 % confidence intervals of scores, after `keep_images`; empty with three images or fewer."""
+        if not self.by_image:
+            return {}
+        images = torch.cat(self.by_image)  # (B, 3, C)
+        return jackknife_intervals(self.compute(), _segmentation_scores(*(images.sum(0) - images).unbind(1)))
+
+
+def _segmentation_scores(right: Tensor, labelled: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+    """The scores of counts of pixels per class (..., C)."""
+    right, labelled, predicted = right.double(), labelled.double(), predicted.double()
+    return {
+        "miou": (right / (labelled + predicted - right)).nanmean(-1),
+        "pixel_accuracy": right.sum(-1) / labelled.sum(-1),
+        "class_accuracy": (right / labelled).nanmean(-1),
+    }
 
 
 class DepthErrors(_HeadMetrics):
@@ -200,8 +275,10 @@ class DepthErrors(_HeadMetrics):
         silog = (log_squared - log.square()).clamp_min(0).sqrt()
         # In the order of `NAMES`.
         errors = [squared.sqrt(), relative, *within, log_abs / math.log(10), log_squared.sqrt(), silog]
-        added = torch.stack([*errors, torch.ones_like(count)])
-        totals += torch.where(count > 0, added, 0.0).sum(-1).movedim(0, -1)
+        added = torch.where(count > 0, torch.stack([*errors, torch.ones_like(count)]), 0.0)
+        totals += added.sum(-1).movedim(0, -1)
+        if self.by_image is not None:
+            self.by_image.append(added.T)
 
     def compute(self) -> dict[str, float]:
         """Return by name: `rmse`, `abs_rel`, `delta1` (share within a factor of 1.25), `delta2`, `delta3` (its powers),
@@ -209,3 +286,11 @@ class DepthErrors(_HeadMetrics):
         """
         means = self.totals[:-1] / self.totals[-1]
         return dict(zip(self.NAMES, means.tolist(), strict=True))
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Return 95 % confidence intervals of scores, after `keep_images`; empty with three images or fewer."""
+        images = torch.cat(self.by_image or [self.totals.new_empty(0, len(self.totals))])
+        images = images[images[:, -1] > 0]
+        without = images.sum(0) - images
+        means = (without[:, :-1] / without[:, -1:]).unbind(1)
+        return jackknife_intervals(self.compute(), dict(zip(self.NAMES, means, strict=True)))

@@ -177,7 +177,7 @@ class _DenseSize:
                 rates=settings.rates, steps=settings.steps, every=settings.eval_every, decay=settings.decay,
                 power=settings.power, warmup=settings.warmup, progress=advance,
             )  # fmt: skip
-        metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report)
+        metrics = self.evaluate([sweep.head for sweep in sweeps], self.data.report, by_image=True)
         # Nothing is cached, so all time is the head's; it is shared by the budgets trained together.
         seconds = {"features": 0.0, "head": (time.perf_counter() - began) / len(self.jobs)}
         skipped = {where: sorted(names) for where, names in self.loader.skipped.items()}
@@ -205,9 +205,13 @@ class _DenseSize:
         return [DenseBatch(*maps, own) for maps, own in zip(features, labels, strict=True)]
 
     @torch.no_grad()
-    def evaluate(self, heads: Sequence[DenseHead], split: str) -> list[DenseMetrics]:
-        """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards."""
+    def evaluate(self, heads: Sequence[DenseHead], split: str, by_image: bool = False) -> list[DenseMetrics]:
+        """Score the heads, or stacks of them, that belong to each job on a split; they are in eval mode afterwards.
+
+        Of single heads, metrics can keep what they add up `by_image`.
+        """
         metrics = [head.eval().metrics() for head in heads]
+        metrics = [each.keep_images() for each in metrics] if by_image else metrics
         for groups in self.loader.scoring_groups(split):
             images, labels = self.move(groups)
             for job, head, scored in zip(self.jobs, heads, metrics, strict=True):
@@ -248,9 +252,12 @@ class _DenseSize:
         curves = [[round(scores[k][metric] * unit, 4) for scores in sweep.scores] for k in range(len(sweep.rates))]
         best_of = max if sweep.head.higher_is_better else min
         iou = scored.iou().tolist() if isinstance(scored, Confusion) else None
+        names = {name: name.replace("miou", "mIoU") for name in scored.compute()}
+        intervals = {name: [shown(name, end) for end in ends] for name, ends in scored.intervals().items()}
         return {
-            "metric": metric.replace("miou", "mIoU"),
-            "metrics": {name.replace("miou", "mIoU"): shown(name, number) for name, number in scored.compute().items()},
+            "metric": names[metric],
+            "metrics": {names[name]: shown(name, number) for name, number in scored.compute().items()},
+            "interval": {names[name]: ends for name, ends in intervals.items()},
             "per_class": iou and percent_by_class(self.data.classes, iou),
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
             "sweep": [{"rate": r, "decay": decay, "val": best_of(c)} for r, c in zip(sweep.rates, curves, strict=True)],

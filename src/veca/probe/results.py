@@ -51,7 +51,7 @@ class ProbeResult(Settings):
     protocol: dict[str, Any] = field(default_factory=dict)
     gallery: tuple[dict[str, str], ...] = ()
     interval: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """95 % confidence intervals of those of `metrics` that are accuracies."""
+    """95 % confidence intervals of `metrics`, of those that have one."""
     also: dict[str, dict[str, float]] = field(default_factory=dict)
     """Metrics on further datasets, by the same head."""
     versions: dict[str, str] = field(default_factory=dict)
