@@ -6,7 +6,7 @@ The operators are those that torch.compile calls for frozen models. They know no
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def supports_onednn(x: Tensor, weight: Tensor) -> bool:
 class PackedWeights(AbstractContextManager["PackedWeights"]):
     """Weights of a model in the layout that oneDNN computes with: made once, not in each call, while a block runs.
 
-    The model's weights must not change as long as this is used.
+    The model's weights must not change as long as this is used. Threads may use it at the same time, each in a block of
+    its own; blocks are not nested.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,15 +50,13 @@ class PackedWeights(AbstractContextManager["PackedWeights"]):
         self._weights: dict[int, Tensor] = {weight.untyped_storage().data_ptr(): weight for weight in weights}
         self._packed: dict[tuple[Any, ...], Tensor] = {}
         self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        self._token: Token[PackedWeights | None] | None = None
 
     def __enter__(self) -> "PackedWeights":
-        self._token = _active_weights.set(self)
+        _active_weights.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._token is not None:
-            _active_weights.reset(self._token)
+        _active_weights.set(None)
 
     def pack(self, weight: Tensor) -> Tensor:
         """`weight` in oneDNN's layout; as it is if it is none of the model's."""

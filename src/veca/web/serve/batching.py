@@ -1,4 +1,4 @@
-"""Dynamic batching: items of equal key, from whatever requests, are worked on together by one thread."""
+"""Dynamic batching: items of equal key, from whatever requests, are worked on together."""
 
 import logging
 import threading
@@ -28,17 +28,17 @@ class _Waiting(Generic[K, T, R]):
 
 
 class Batcher(Generic[K, T, R]):
-    """A thread that runs `run(key, items)`, whose results are those of the items in their order.
+    """Runs `run(key, items)`, whose results are those of the items in their order, in one thread or several.
 
     The oldest item decides which key is next. Its batch begins when it has `max_batch(key)` items, or when the oldest
     has waited for `max_wait` seconds. While a batch runs the next ones gather. Cancelled items are left out.
 
-    A batch that fails gives each of its items `BusyError`, or the error itself if that is a `VecaError`, and the thread
-    goes on. After `MAX_FAILED_BATCHES` in a row `broken` is true and `on_broken` is called.
+    A batch that fails gives each of its items `BusyError`, or the error itself if that is a `VecaError`, and the next
+    one follows. After `MAX_FAILED_BATCHES` in a row `broken` is true and `on_broken` is called.
     """
 
     def __init__(
-        self, run: Callable[[K, list[T]], Sequence[R]], max_batch: Callable[[K], int], max_wait: float
+        self, run: Callable[[K, list[T]], Sequence[R]], max_batch: Callable[[K], int], max_wait: float, threads: int = 1
     ) -> None:
         self.run, self.max_batch, self.max_wait = run, max_batch, max_wait
         self.failures, self.broken = 0, False
@@ -46,8 +46,10 @@ class Batcher(Generic[K, T, R]):
         self._waiting: list[_Waiting[K, T, R]] = []  # the oldest first
         self._condition = threading.Condition()
         self.is_open = True
-        self._thread = threading.Thread(target=self._run_batches, name="veca-model", daemon=True)
-        self._thread.start()
+        names = (f"veca-model-{number}" for number in range(threads))
+        self._threads = [threading.Thread(target=self._run_batches, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
     def __len__(self) -> int:
         """Items that wait for their batch to begin."""
@@ -64,11 +66,12 @@ class Batcher(Generic[K, T, R]):
         return [waiting.future for waiting in added]
 
     def close(self) -> None:
-        """Finish what is queued, and end the thread."""
+        """Finish what is queued, and end the threads."""
         with self._condition:
             self.is_open = False
-            self._condition.notify()
-        self._thread.join()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _run_batches(self) -> None:
         while batch := self._next_batch():

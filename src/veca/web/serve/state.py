@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import NamedTuple
 
@@ -72,12 +74,15 @@ class Service:
         self._packed = {name: PackedWeights(model) if on_cpu else nullcontext() for name, model in self.models.items()}
         self.uploads = UploadReceiver(limits)
         self.metrics = Metrics(lambda: self.waiting)
+        # On a CPU two batches at a time: where the last part of one is computed, the next has begun.
         self.batcher: Batcher[BatchKey, Tensor, ServedFeatures] = Batcher(
-            self._run, self._batch_size, settings.max_wait / 1000
+            self._run, self._batch_size, settings.max_wait / 1000, threads=2 if on_cpu else 1
         )
         self.responses = asyncio.Semaphore(2)  # built at once: those with patches take tens of megabytes each
         self._scanning = asyncio.Semaphore(1)
-        self._pool = ThreadPoolExecutor(usable_cpus(), "veca-decode")
+        # Threads of PyTorch's that wait for work spin: those of a decoding thread would take the CPU of the model.
+        self._pool = _start_single_threads(usable_cpus(), "veca-decode")
+        self._model_pool = _start_single_threads(torch.get_num_threads(), "veca-part") if on_cpu else None
         self._places: Counter[str] = Counter()  # taken by each address
         try:
             self.default = {name: self._default_setting(name) for name in self.models}
@@ -99,6 +104,8 @@ class Service:
         """Finish what was accepted."""
         self.batcher.close()
         self._pool.shutdown(cancel_futures=True)
+        if self._model_pool:
+            self._model_pool.shutdown()
 
     @property
     def ready(self) -> bool:
@@ -220,19 +227,30 @@ class Service:
         _, height, width = key.shape
         return max(1, self.settings.max_batch * self.size**2 // (height * width))
 
-    @torch.inference_mode()
     def _run(self, key: BatchKey, pixels: list[Tensor]) -> list[ServedFeatures]:
-        model = self.models[key.model]
+        """A batch; on a CPU in parts, each by one thread: all threads in one layer would wait for those that decode."""
+        pool, found = self._model_pool, list[ServedFeatures]()
         self.metrics.batches.observe(len(pixels))
-        with self.metrics.failures.count_exceptions():
-            batch = normalize(torch.stack(pixels).to(self.device))
-            autocast = torch.autocast(self.device.type, torch.bfloat16, self.settings.precision == "bfloat16")
-            with autocast, self._packed[key.model]:
-                out = model(batch, cores=key.cores, cls_only=key.cls_only, width=key.width)
-            check_finite(model, out.cores, out.patches, *[out.logits] * (out.logits is not None))
-            cores, patches = out.cores.float().cpu(), out.patches.float().cpu()
-            logits = None if out.logits is None else out.logits.float().cpu()
+        with self.metrics.failures.count_exceptions(), self._packed[key.model]:
+            if pool is None or len(pixels) == 1:
+                found = self._embed(key, pixels)
+            else:
+                step = -(-len(pixels) // torch.get_num_threads())
+                parts = [pixels[start : start + step] for start in range(0, len(pixels), step)]
+                for task in [pool.submit(copy_context().run, self._embed, key, part) for part in parts]:
+                    found += task.result()
         self.metrics.images.labels(key.model).inc(len(pixels))
+        return found
+
+    @torch.inference_mode()
+    def _embed(self, key: BatchKey, pixels: Sequence[Tensor]) -> list[ServedFeatures]:
+        model = self.models[key.model]
+        batch = normalize(torch.stack(list(pixels)).to(self.device))
+        with torch.autocast(self.device.type, torch.bfloat16, self.settings.precision == "bfloat16"):
+            out = model(batch, cores=key.cores, cls_only=key.cls_only, width=key.width)
+        check_finite(model, out.cores, out.patches, *[out.logits] * (out.logits is not None))
+        cores, patches = out.cores.float().cpu(), out.patches.float().cpu()
+        logits = None if out.logits is None else out.logits.float().cpu()
         grid = key.shape[1] // PATCH, key.shape[2] // PATCH
         return [
             ServedFeatures(
@@ -241,6 +259,22 @@ class Service:
             )
             for i in range(len(pixels))
         ]  # fmt: skip
+
+
+def _start_single_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """So many threads, in each of which PyTorch uses no others."""
+    setting, barrier = torch.get_num_threads(), threading.Barrier(count)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread takes over the setting of the process when it first asks for it
+        torch.set_num_threads(1)
+        barrier.wait()
+
+    pool = ThreadPoolExecutor(count, name, initializer=start)
+    for task in [pool.submit(torch.get_num_threads) for _ in range(count)]:
+        assert task.result() == 1
+    torch.set_num_threads(setting)  # for threads that start later
+    return pool
 
 
 def _prepare(model: Veca, settings: ServeSettings) -> Veca:
