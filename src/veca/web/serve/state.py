@@ -5,7 +5,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -271,8 +271,7 @@ def _start_single_threads(count: int, name: str) -> ThreadPoolExecutor:
         barrier.wait()
 
     pool = ThreadPoolExecutor(count, name, initializer=start)
-    for task in [pool.submit(torch.get_num_threads) for _ in range(count)]:
-        assert task.result() == 1
+    wait([pool.submit(torch.get_num_threads) for _ in range(count)])
     torch.set_num_threads(setting)  # for threads that start later
     return pool
 
