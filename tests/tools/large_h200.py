@@ -2,7 +2,7 @@
 
     python tests/tools/large_h200.py --out results         # large.json, large.csv
     python tests/tools/large_h200.py --only pack,tests     # parts of it
-    python tests/tools/large_h200.py --tiny --out /tmp/x   # on a CPU, to see that it runs
+    python tests/tools/large_h200.py --tiny --out FOLDER  # on a CPU, to see that it runs
 
 - pack: the cases of `bench_pack.py`: mixed aspects against one shape, mixed sides against padding, a training step
 - tests: those of packs and of one large image that are marked `gpu`

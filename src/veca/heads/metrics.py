@@ -104,8 +104,8 @@ def percent_by_class(classes: Sequence[str], shares: Iterable[float]) -> dict[st
 def jackknife_intervals(scores: Mapping[str, float], without: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
     """The 95 % confidence interval of each score of n images, from the scores `without` each of them in turn (n).
 
-    Of scores that are means over images it is the mean ± Student's t times the standard error. Images are taken for
-    independent of each other; those of a video are less alike in other videos.
+    Of scores that are means over images it is the mean ± Student's t times the standard error. Images are taken as
+    independent: for frames of one video the interval is too narrow.
 
     >>> values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     >>> (low, high), = jackknife_intervals({"mean": 2.5}, {"mean": (10 - values) / 3}).values()
@@ -114,7 +114,7 @@ def jackknife_intervals(scores: Mapping[str, float], without: Mapping[str, Tenso
     """
     intervals = {}
     for name, left in without.items():
-        if (count := len(left)) < 4:  # three or less say nothing
+        if (count := len(left)) < 4:  # three or fewer say nothing
             continue
         spread = student_t(count - 1) * float(((left - left.mean()).square().sum() * (count - 1) / count).sqrt())
         if math.isfinite(spread) and math.isfinite(scores[name]):

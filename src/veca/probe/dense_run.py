@@ -252,11 +252,12 @@ class _DenseSize:
         curves = [[round(scores[k][metric] * unit, 4) for scores in sweep.scores] for k in range(len(sweep.rates))]
         best_of = max if sweep.head.higher_is_better else min
         iou = scored.iou().tolist() if isinstance(scored, Confusion) else None
-        names = {name: name.replace("miou", "mIoU") for name in scored.compute()}
+        scores = scored.compute()
+        names = {name: name.replace("miou", "mIoU") for name in scores}
         intervals = {name: [shown(name, end) for end in ends] for name, ends in scored.intervals().items()}
         return {
             "metric": names[metric],
-            "metrics": {names[name]: shown(name, number) for name, number in scored.compute().items()},
+            "metrics": {names[name]: shown(name, number) for name, number in scores.items()},
             "interval": {names[name]: ends for name, ends in intervals.items()},
             "per_class": iou and percent_by_class(self.data.classes, iou),
             "best": {"rate": sweep.rates[sweep.best], "decay": decay, "step": sweep.best_step},
