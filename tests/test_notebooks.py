@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from test_docs import OPTIONS, anchors
+
+from veca.utils.console import PlainConsole
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("notebooks", ROOT / "tools/notebooks.py")
@@ -44,6 +49,17 @@ def test_notebooks_run(path: Path, tmp_path: Path, kernel: Any) -> None:
     notebooks.shrink(notebook)
     notebooks.execute(notebook, tmp_path, kernel)  # raises the error of a cell
     assert "Warning" not in "".join(texts_of(notebook))
+
+
+def test_lines_are_plain_in_a_notebook_alone(tmp_path: Path, kernel: Any) -> None:
+    # Starting the kernel imported ipykernel here too, where a console stays that of a terminal.
+    assert "ipykernel" in sys.modules
+    assert PlainConsole(file=io.StringIO(), _environ={"FORCE_COLOR": "1"}).is_terminal
+
+    code = "from veca.utils.console import PlainConsole\nprint(PlainConsole().is_terminal)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    notebooks.execute(notebook, tmp_path, kernel)
+    assert texts_of(notebook) == ["False\n"]
 
 
 @each_notebook

@@ -27,6 +27,12 @@ def as_message(text: str, limit: int = 2_000) -> str:
     return shorten(printable(text, keep="\n\t"), limit)
 
 
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this code. That one is imported says nothing: libraries do so anywhere."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
 class PlainConsole(Console):
     """A console without markup, emoji codes and highlighting, which escapes control characters.
 
@@ -36,7 +42,7 @@ class PlainConsole(Console):
     def __init__(self, **options: Any) -> None:
         # In a notebook lines as in a file: as HTML, each would be an output of its own, and bars would need ipywidgets.
         # Its kernel sets FORCE_COLOR, by which rich takes it for a terminal.
-        options = {"force_jupyter": False} | ({"force_terminal": False} if "ipykernel" in sys.modules else {}) | options
+        options = {"force_jupyter": False} | ({"force_terminal": False} if in_notebook() else {}) | options
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
