@@ -29,14 +29,10 @@ start=$3
 cd "$1"
 shift 3
 
-train() {
-  local name=$1
-  shift
-  veca distill "$recipes/tiny-elastic.yaml" --set 'data.train=coco256-train-*.tar' --set data.validation=coco256-val.tar \
-    --set "model.start=$start" --out "$out/$name" "$@"
-}
-train elastic "$@"
-train control --set model.elastic=null --set widths=null --set 'validation.widths=[1]' "$@"
+# In one process, which decodes the images and runs the teacher on them once for both.
+python "$recipes/../tools/ablate.py" "$recipes/tiny-elastic.yaml" --out "$out" --set 'data.train=coco256-train-*.tar' \
+  --set data.validation=coco256-val.tar --set "model.start=$start" "$@" \
+  --variant elastic --variant 'control model.elastic=null widths=null validation.widths=[1]'
 
 pets() {
   local task

@@ -211,11 +211,18 @@ class Distillation(RunEngine):
             options = "gpu" if on_gpu else "cpu", device, data.decode == "gpu"
             loader = train_loader(self.images, sampler, data.workers, data.max_pixels, *options)
             return PassLoader(loader, self.runner, mixer)
-        cache = DeviceImageCache(self.images, data.resident, self.device, data.workers, data.max_pixels, world.first)
-        dtypes = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
-        precision = recipe.teacher.resident
-        maps = TeacherMaps(cache, self.runner, dtypes[precision], world.first) if precision else None
+        cache = self.decode_images(data.resident)
+        maps = self.compute_maps(cache, recipe.teacher.resident) if recipe.teacher.resident else None
         return PassLoader(DeviceLoader(cache, sampler, maps), self.runner, mixer)
+
+    def decode_images(self, side: int) -> DeviceImageCache:
+        data = self.recipe.data
+        return DeviceImageCache(self.images, side, self.device, data.workers, data.max_pixels, self.world.first)
+
+    def compute_maps(self, cache: DeviceImageCache, precision: str) -> TeacherMaps:
+        """The teacher's maps of all cached images."""
+        dtypes = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+        return TeacherMaps(cache, self.runner, dtypes[precision], self.world.first)
 
     def train_step(self, batches: PassLoader) -> None:
         with on_stream(self.stream):
