@@ -8,7 +8,7 @@
 #   resumes.
 #
 # Cost
-#   that of tiny-probes.sh, and a minute or two
+#   that of tiny-probes.sh, and of timing each setting for the table, which is not measured yet
 #
 # Result
 #   OUT/model       the weights with their table, and README.md, the card
