@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# The pretrained weights, from images to the scores of their card: both stages of training, then all probes.
+# The pretrained weights, from images to their card: both stages of training, then release.sh.
 #
 # Command
 #   recipes/tiny-h200.sh DATA OUT [START]
 #   DATA holds coco256-train-*.tar and the files that tiny-probes.sh needs. With START, the weights of a first stage, only
-#   the second stage runs. After an interruption or a kill, the same command resumes.
+#   the second stage runs. The last part of OUT is the name in the card. After an interruption or a kill, the same command
+#   resumes.
 #
 # Cost
-#   that of tiny-h200.yaml, tiny-h200-stage2.yaml and tiny-probes.sh
+#   that of tiny-h200.yaml, tiny-h200-stage2.yaml and release.sh
 #
 # Result
-#   OUT/model       the weights in float16
-#   OUT/stage2      their run: report.html has the losses by budget and resolution
-#   OUT/…           the results of tiny-probes.sh
+#   OUT/stage2      the run: report.html has the losses by budget and resolution
+#   OUT/…           that of release.sh: OUT/model is the model with its card
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '4,7s/^# \{0,3\}//p' "$0" >&2
+  sed -n '4,8s/^# \{0,3\}//p' "$0" >&2
   exit 2
 fi
 recipes=$(dirname "$(realpath "$0")")
@@ -30,5 +30,4 @@ if [ -z "$start" ]; then
   start=$out/stage1
 fi
 veca distill "$recipes/tiny-h200-stage2.yaml" "${coco[@]}" --set "model.start=$start" --out "$out/stage2"
-veca convert --model "$out/stage2" --out "$out/model" --dtype float16 --no-paths --overwrite
-"$recipes/tiny-probes.sh" "$out/model" . "$out"
+"$recipes/release.sh" "$out/stage2" . "$out"

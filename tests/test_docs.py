@@ -75,7 +75,7 @@ def test_links_of_the_docs_have_targets(page: Path) -> None:
 def test_commands_exist_and_take_their_options(page: Path) -> None:
     text = page.read_text().replace("\\\n", " ")
     groups = {name.split()[0] for name in COMMANDS if " " in name}
-    for verb, kind, rest in re.findall(r"(?:^|`|-m |  )veca ([a-z]+)\b ?([a-z]*)([^`\n]*)", text, re.MULTILINE):
+    for verb, kind, rest in re.findall(r"(?:^|`|-m |  |\$\()veca ([a-z]+)\b ?([a-z]*)([^`\n]*)", text, re.MULTILINE):
         if verb in groups:
             names = [f"{verb} {kind}"] if f"{verb} {kind}" in COMMANDS else [n for n in COMMANDS if n.startswith(verb)]
         else:
@@ -83,6 +83,16 @@ def test_commands_exist_and_take_their_options(page: Path) -> None:
             names = [verb]
         known = set().union(*(OPTIONS[name] for name in names))
         assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest.partition("#")[0])) <= known, f"veca {verb} {kind}{rest}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_scripts_exist_and_take_their_options(page: Path) -> None:
+    text = page.read_text().replace("\\\n", " ")
+    for script, rest in re.findall(r"python (?:\"\$recipes/\.\./)?((?:tests/)?tools/\w+\.py)\"?([^`\n]*)", text):
+        source = (ROOT / script).read_text()
+        assert all(f'"{option}"' in source for option in re.findall(r"(?<!\S)--[a-z][\w-]*", rest)), f"{script}{rest}"
+    for script in re.findall(r"(?:^|`|\")(?:\$)?(recipes/[\w-]+\.sh)", text, re.MULTILINE):
+        assert (ROOT / script).exists(), script
 
 
 HOMES = {
