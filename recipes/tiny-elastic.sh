@@ -66,14 +66,17 @@ settings() {
 }
 
 # In parallel: none of them keeps a GPU busy.
-trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
-scenes_of_both &
+set -m # each is a process group, which ends as a whole
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null || true; done' EXIT
+trap 'exit 143' TERM
+pets_of_both &
 jobs=($!)
+scenes_of_both &
+jobs+=($!)
 settings pets 256 pets 160,192,224 &
 jobs+=($!)
 settings scenes 384 camvid 224,256,288,336 &
 jobs+=($!)
-pets_of_both
 for job in "${jobs[@]}"; do wait "$job"; done
 
 # Times, each alone.

@@ -67,13 +67,14 @@ rooms() {
 }
 
 # In parallel: none of them keeps a GPU busy.
-trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
-pets &
-first=$!
-scenes &
-second=$!
-rooms
-wait $first
-wait $second
+set -m # each is a process group, which ends as a whole
+trap 'for job in $(jobs -p); do kill -- "-$job" 2> /dev/null || true; done' EXIT
+trap 'exit 143' TERM
+jobs=()
+for part in pets scenes rooms; do
+  $part &
+  jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job"; done
 veca report "$out/results"
 veca report "$out/seeds"
