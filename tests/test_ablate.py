@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,24 @@ def test_refusals(
     recipe = write_recipe(place, tmp_path, schedule__warmup=2)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, recipe, "--out", tmp_path / "out", "--device", "cpu", *arguments)
+
+
+@pytest.mark.parametrize("script", ["tiny-ablation.sh", "tiny-elastic.sh"])
+def test_variants_of_the_scripts_are_possible(script: str, tmp_path: Path) -> None:
+    """The command that the script gives to Python, caught before it runs."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {tmp_path}/words\nexit 1\n')
+    python.chmod(0o755)
+    times = ["1"] if script == "tiny-ablation.sh" else []
+    call = [ROOT / "recipes" / script, tmp_path, tmp_path / "out", *times, "veca_tiny"]
+    subprocess.run(call, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+    tool, recipe, *words = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert Path(tool).resolve() == ROOT / "tools/ablate.py"
+    given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    variants = dict(ablate.parse_variant(words[i + 1]) for i, word in enumerate(words) if word == "--variant")
+    assert len(variants) == words.count("--variant")
+    recipes = [load_recipe(recipe, [*given, *changes]).to_dict() for changes in variants.values()]
+    assert all(one != other for one, other in itertools.combinations(recipes, 2)), "no two are the same"
 
 
 def test_a_table_needs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
