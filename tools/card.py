@@ -224,7 +224,7 @@ def render_card(folder: Path, name: str, results: Sequence[Path] = (), run: Path
         images=list(images.values()), trained=sorted({size for stage in stages for size in stage["sizes"]}),
         parameters=sum(p.numel() for p in model.parameters()), objective=parts,
         probes=probes, table_of=model.quality_cost,
-        counts={kind: len(ImageIndex._load(run / f"{kind}.index")) if run else 0 for kind in ("train", "validation")},
+        counts={kind: len(ImageIndex.load(run / f"{kind}.index")) if run else 0 for kind in ("train", "validation")},
         seconds=read_object(run / "summary.json").get("seconds") if run else None,
         losses=pivot("cores", losses_by_budget(run, about.get("validation")) if run else ()),
         budgets=pivot("cores", (line for each in probes for line in each.by_budget(columns))),

@@ -75,7 +75,7 @@ class ImageIndex:
         sources = [sources] if isinstance(sources, str) else list(sources)
         if not sources:
             raise DataError("no sources given; name folders, globs, tar shards or hf: datasets")
-        index, saved, unsupported = cls(), cls._load(cache) if cache else cls(), UnsupportedFiles()
+        index, saved, unsupported = cls(), cls.load(cache) if cache else cls(), UnsupportedFiles()
         shards = {(container.address, container.stamp): container for container in saved._containers}
         with progress_bar("finding pictures", "{task.completed:,}", TimeElapsedColumn(), shown=progress) as bar:
             task = bar.add_task("", total=None)
@@ -265,7 +265,7 @@ class ImageIndex:
         return len(self)
 
     @classmethod
-    def _load(cls, path: Path) -> ImageIndex:
+    def load(cls, path: Path) -> ImageIndex:
         """Read a saved index; an empty one if there is no such file or it is not one of ours."""
         index = cls()
         with suppress(OSError, ValueError, KeyError, TypeError, BadZipFile), np.load(path) as saved:
