@@ -73,8 +73,10 @@ def test_variants_are_the_runs_of_veca_distill(
 
     made.clear()
     run(monkeypatch, *arguments)
-    assert "plain: finished" in capsys.readouterr().out
+    assert f"{out / 'plain'} is done" in capsys.readouterr().out
     assert made == []
+    with pytest.raises(SystemExit, match=r"holds a run of another recipe \(seed: 2, now 3\)"):
+        run(monkeypatch, *arguments, "--set", "seed=3")
 
 
 def test_runs_take_the_time_that_is_given(

@@ -125,15 +125,12 @@ def parse_variant(text: str) -> tuple[str, list[str]]:
 
 
 def train(recipes: dict[str, Recipe], out: Path, device: str, minutes: float | None) -> None:
-    """Train all variants that are not finished yet."""
+    """Train all variants; those that are finished are checked to be of the same recipe."""
     shared = Shared()
     with parallel.processes(device) as world, torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         if world.size > 1 and minutes is not None:
             raise ArgumentError("--minutes: for one process; several would decide on different lengths")
         for name, recipe in recipes.items():
-            if (out / name / Variant.result_file).is_file():
-                print(f"{name}: finished")
-                continue
             print(f"{name}:")
             with parallel.run_folder(out / name, world):
                 Variant(recipe, out / name, world, shared, minutes).run()
