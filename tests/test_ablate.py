@@ -110,6 +110,7 @@ def test_runs_take_the_time_that_is_given(
         (["--variant", "batch=4"], "must be a name, as for a folder"),
         (["--variant", "../a"], "must be a name, as for a folder"),
         (["--variant", "a batsh=4"], "batsh"),
+        (["--variant", "a", "--minutes", "-1"], "--minutes=-1: must be above 0"),
         (["--variant", "a", "--minutes", "1"], r"schedule.warmup=2: must be at least 4 with --minutes"),
     ],
 )
@@ -139,6 +140,8 @@ def test_variants_of_the_scripts_are_possible(script: str, tmp_path: Path) -> No
     assert all(one != other for one, other in itertools.combinations(recipes, 2)), "no two are the same"
 
 
-def test_a_table_needs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_needs_finished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="no such folder"):
         run(monkeypatch, "--out", tmp_path / "none")
+    with pytest.raises(SystemExit, match="no run in it is finished"):
+        run(monkeypatch, "--out", tmp_path)

@@ -53,8 +53,8 @@ def provenance(step: int, **changes: Any) -> dict[str, Any]:
     return {**made, **changes}
 
 
-class Beside(FrozenBackbone):
-    """The teacher, by name."""
+class NamedTeacher(FrozenBackbone):
+    """A teacher of which rows need only the name."""
 
     def __init__(self) -> None:
         about = {"sha256": "0" * 64, "patch": 32, "width": 40, "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunLogger(root / "run") as log:
         log.validation(50, {key: {"total": 9.0} for key in GRID})
         log.validation(100, GRID)
-    backbone, teacher = load_backbone(str(root / "model"), "cpu"), Beside()
+    backbone, teacher = load_backbone(str(root / "model"), "cpu"), NamedTeacher()
     data = load_dataset(str(make_folder(root / "pets", 2)))
     scenes = dataclasses.replace(data, name="my_scenes")
     for cores, width in ((8, 1.0), (64, 1.0), (8, 0.25), (64, 0.25)):
@@ -225,7 +225,7 @@ def test_files_of_another_model_are_refused(made: Path, tmp_path: Path) -> None:
         render(made, run=tmp_path / "run")
     with pytest.raises(ArgumentError, match=r"has no validation\.csv"):
         render(made, run=tmp_path)
-    add(tmp_path, Beside(), load_dataset(str(made / "pets")), KnnSettings(), 64, None, 1.0)
+    add(tmp_path, NamedTeacher(), load_dataset(str(made / "pets")), KnnSettings(), 64, None, 1.0)
     with pytest.raises(ArgumentError, match="has no row of these weights"):
         render(made, results=[tmp_path])
     other = load_backbone(str(made / "model"), "cpu")

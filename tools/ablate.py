@@ -148,7 +148,7 @@ def table_rows(out: Path, variants: Sequence[str] = ()) -> Iterator[dict[str, st
         if not facts:
             continue
         seconds, images = facts["seconds"], facts["images"]
-        row = {"variant": name, "steps": f"{facts['total_steps']:,}", "images": f"{images / 1e6:.2f} M"}
+        row = {"variant": name, "steps": f"{facts['total_steps']:,}", "images": f"{images:,}"}
         row["minutes"] = f"{seconds / 60:.1f}"
         losses = read_table(out / name / "validation.csv")
         for line in (line for line in losses if line["step"] == losses[-1]["step"]):
@@ -165,6 +165,8 @@ def table_rows(out: Path, variants: Sequence[str] = ()) -> Iterator[dict[str, st
 def write_table(out: Path, variants: Sequence[str] = ()) -> None:
     """Print the table as Markdown, and write it to OUT/variants.csv."""
     rows = list(table_rows(out, variants))
+    if not rows:
+        raise ArgumentError(f"--out={out}: no run in it is finished; name a recipe and variants to train")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with atomic_path(out / "variants.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
@@ -188,6 +190,8 @@ def main() -> None:
         if len(variants) < len(given.variant):
             raise ArgumentError(f"--variant={given.variant}: must have names that differ")
         if given.recipe:
+            if given.minutes is not None and not 0 < given.minutes < math.inf:
+                raise ArgumentError(f"--minutes={given.minutes:g}: must be above 0")
             if not variants:
                 raise ArgumentError("--variant: none is given; 'control', a name alone, is the recipe as it is")
             # An impossible one is refused before the first is trained.

@@ -81,11 +81,11 @@ def read_probes(folders: Sequence[Path], sha256: str, teachers: Sequence[str], k
         if not any(row.about.get("sha256") == sha256 for row in found):
             raise ArgumentError(f"{folder} has no row of these weights: run `veca probe` on them with --out {folder}")
     own = [row for row in rows if row.about.get("sha256") == sha256]
-    beside = [row for row in rows if row.model in teachers and any(same_settings(row, each) for each in own)]
+    of_teachers = [row for row in rows if row.model in teachers and any(same_settings(row, each) for each in own)]
     widths = {row.model: float(row.model.rpartition(", width ")[2]) if ", width " in row.model else 1.0 for row in own}
     own.sort(key=lambda row: (-widths[row.model], row.seed))
     named = [replace(row, model=at_width(widths[row.model])) for row in own]
-    return group_rows([each for row in [*named, *beside] for each in split_row(row, known)])
+    return group_rows([each for row in [*named, *of_teachers] for each in split_row(row, known)])
 
 
 def same_settings(one: ProbeResult, other: ProbeResult) -> bool:
@@ -118,7 +118,7 @@ class Probe:
             if not same_settings(row, group.rows[0]):
                 raise ArgumentError(f"rows of {self.label} have different settings: keep each in a folder of its own")
         self.first = [rows[0] for rows in self.own.values()]
-        self.beside = [row for row in group.rows if row.model in teachers and row.seed == self.first[0].seed]
+        self.of_teachers = [row for row in group.rows if row.model in teachers and row.seed == self.first[0].seed]
         sizes = sorted(row.size for row in self.first)
         self.size = max(sizes, key=sizes.count)  # the one with most settings
 
@@ -134,7 +134,7 @@ class Probe:
 
     def by_budget(self, columns: Mapping[str, str]) -> Iterator[Line]:
         # A teacher has no width: it is beside the largest.
-        cells = {columns[row.model]: show(row.metric, row.value) for row in self.beside if row.size == self.size}
+        cells = {columns[row.model]: show(row.metric, row.value) for row in self.of_teachers if row.size == self.size}
         for width in dict.fromkeys(row.model for row in self.first):
             rows = [row for row in self.first if (row.size, row.model) == (self.size, width)]
             yield self.label + width, {row.cores: show(row.metric, row.value) for row in rows} | cells
@@ -143,7 +143,7 @@ class Probe:
     def by_size(self, columns: Mapping[str, str]) -> Iterator[Line]:
         """Of the settings that have more than one size."""
         lines: dict[str, dict[Any, str]] = {}
-        for row in sorted(self.first, key=lambda row: (row.model, row.cores)) + self.beside:
+        for row in sorted(self.first, key=lambda row: (row.model, row.cores)) + self.of_teachers:
             ending = f"{row.cores} cores{row.model}" if row.cores else columns[row.model]
             lines.setdefault(f"{self.label}, {ending}", {})[row.size] = show(row.metric, row.value)
         yield from ((label, cells) for label, cells in lines.items() if len(cells) > 1)
@@ -151,7 +151,7 @@ class Probe:
     def is_weaker(self) -> bool:
         """Whether a teacher is better than every setting."""
         best = max(row.goodness for row in self.first if row.size == self.size)
-        return any(row.goodness > best for row in self.beside if row.size == self.size)
+        return any(row.goodness > best for row in self.of_teachers if row.size == self.size)
 
 
 def losses_by_budget(run: Path, recorded: float | None) -> Iterator[Line]:

@@ -28,7 +28,7 @@ def as_message(text: str, limit: int = 2_000) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this code. That one is imported says nothing: libraries do so anywhere."""
+    """Whether a Jupyter kernel runs this code; that ipykernel is imported does not make it so."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return getattr(get_ipython(), "kernel", None) is not None
 
